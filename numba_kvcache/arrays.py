@@ -1,0 +1,335 @@
+"""Any array -> one small view: address, shape, strides in bytes, dtype, device; and the stream its library works on.
+
+Nothing is copied, no memory is allocated and no stream is waited for. One reader per kind of array, chosen once per
+type:
+
+====================================  ==================================================================================
+kind                                  read through
+====================================  ==================================================================================
+torch tensors                         their attributes: DLPack refuses tensors that require grad, and the array
+                                      interface knows neither bf16 nor fp8
+Numba device arrays, CuPy, others     `__cuda_array_interface__`
+other producers (JAX, ...)            `__dlpack__`, read here because cuda.core's view has no bf16 and no fp8 dtype
+on the simulator                      NumPy arrays, `cuda.to_device` arrays and torch CPU tensors as well
+====================================  ==================================================================================
+"""
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import driver
+from .settings import SIMULATED
+
+__all__ = ["SIMULATED_DEVICE", "ArrayView", "current_stream", "read_array", "stream_handle"]
+
+SIMULATED_DEVICE = -1
+
+
+class ArrayView(NamedTuple):
+    """What the rest of the package knows of an array. (A tuple: five are made per call, at half a dataclass's cost.)
+
+    `dtype` is a name that is equal for equal types of all libraries, e.g. "bfloat16". `strides` are in bytes.
+    `device` is a CUDA ordinal, or SIMULATED_DEVICE.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    device: int
+    readonly: bool
+
+
+Reader = Callable[[str, Any, int], ArrayView]
+
+_readers: dict[type, Reader] = {}
+
+
+def read_array(name: str, array: Any, stream: int) -> ArrayView:
+    """The view of `array`, which the caller will use on `stream` (a handle; only DLPack producers are told).
+
+    Raises
+    ------
+    TypeError
+        Not a device array.
+    ValueError
+        A device array that cannot be seen as plain strided memory: masked, sparse, lazily conjugated or negated.
+    """
+    kind = type(array)
+    reader = _readers.get(kind)
+    if reader is None:
+        reader = _readers[kind] = _find_reader(name, array)
+    return reader(name, array, stream)
+
+
+def _find_reader(name: str, array: Any) -> Reader:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _read_torch
+    if SIMULATED and (isinstance(array, np.ndarray) or getattr(array, "__cuda_ndarray__", False)):
+        return _read_simulated
+    if getattr(array, "__cuda_array_interface__", None) is not None:
+        return _read_cuda_array_interface
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        return _read_dlpack
+    raise _not_a_device_array(name, array)
+
+
+def _not_a_device_array(name: str, array: Any, where: str = "") -> TypeError:
+    kind = f"{type(array).__module__}.{type(array).__qualname__}".removeprefix("builtins.")
+    place = "NumPy arrays and cuda.to_device arrays (simulator)" if SIMULATED else "arrays on a CUDA GPU"
+    return TypeError(f"{name} must be an array that a kernel can reach, got {kind}{where}; served are {place}")
+
+
+def _read_torch(name: str, tensor: Any, stream: int) -> ArrayView:
+    if tensor.is_cuda:
+        device = tensor.get_device()
+    elif SIMULATED and tensor.device.type == "cpu":
+        device = SIMULATED_DEVICE
+    else:
+        raise _not_a_device_array(name, tensor, f" on device {tensor.device}")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(f"{name} is a lazily conjugated or negated view; materialise it (resolve_conj, resolve_neg)")
+    try:
+        address, strides = tensor.data_ptr(), tensor.stride()
+    except RuntimeError as error:  # sparse, fake and functional tensors own no memory
+        raise ValueError(f"{name} is a torch tensor without plain strided memory: {error}") from error
+    itemsize = tensor.element_size()
+    return ArrayView(
+        address,
+        tuple(tensor.shape),
+        tuple([stride * itemsize for stride in strides]),
+        _torch_dtype_name(tensor.dtype),
+        itemsize,
+        device,
+        readonly=False,
+    )
+
+
+@functools.cache
+def _torch_dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _read_simulated(name: str, array: Any, stream: int) -> ArrayView:
+    if isinstance(array, np.ma.MaskedArray):
+        raise ValueError(f"{name} is a masked array; pass its data and leave masked rows out of the batch")
+    return ArrayView(
+        array.ctypes.data,
+        tuple(array.shape),
+        tuple(array.strides),
+        str(array.dtype),
+        array.dtype.itemsize,
+        SIMULATED_DEVICE,
+        readonly=not array.flags.writeable,
+    )
+
+
+def _read_cuda_array_interface(name: str, array: Any, stream: int) -> ArrayView:
+    interface = array.__cuda_array_interface__
+    if interface.get("mask") is not None:
+        raise ValueError(f"{name} is a masked array; pass its data and leave masked rows out of the batch")
+    shape = tuple(interface["shape"])
+    dtype, itemsize = _numpy_dtype(interface["typestr"], repr(interface.get("descr")))
+    strides = interface.get("strides")
+    address, readonly = interface["data"]
+    return ArrayView(
+        address or 0,
+        shape,
+        tuple(strides) if strides is not None else _dense_strides(shape, itemsize),
+        dtype,
+        itemsize,
+        _device_of(name, address, shape),
+        readonly,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _numpy_dtype(typestr: str, descr: str) -> tuple[str, int]:
+    dtype = np.dtype(typestr)
+    # Two record types of one size share a typestr; what tells them apart is the field list.
+    name = str(dtype) if dtype.kind != "V" or descr == "None" else f"{typestr} {descr}"
+    return name, dtype.itemsize
+
+
+def _dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    strides = [itemsize]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * extent)
+    return tuple(reversed(strides))[: len(shape)]
+
+
+def _device_of(name: str, address: int | None, shape: tuple[int, ...]) -> int:
+    if SIMULATED:
+        return SIMULATED_DEVICE
+    if not address or 0 in shape:
+        return driver.current_device()  # an array without memory is on every device
+    device = driver.pointer_device(address)
+    if device is None:
+        raise TypeError(f"{name} must be an array that a kernel can reach, but {address:#x} is no CUDA address")
+    return device
+
+
+class _DLDevice(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int32), ("ordinal", ctypes.c_int32))
+
+
+class _DLDataType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _DLDevice),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DLDataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _DLManagedTensorVersioned(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    )
+
+
+# The DLPack 1.3 header: device kinds and type codes.
+_DL_CPU, _DL_CUDA, _DL_CUDA_HOST, _DL_CUDA_MANAGED = 1, 2, 3, 13
+_DL_READ_ONLY = 1
+_DL_PREFIXES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
+_DL_NAMES = {
+    6: "bool",
+    7: "float8_e3m4",
+    8: "float8_e4m3",
+    9: "float8_e4m3b11fnuz",
+    10: "float8_e4m3fn",
+    11: "float8_e4m3fnuz",
+    12: "float8_e5m2",
+    13: "float8_e5m2fnuz",
+    14: "float8_e8m0fnu",
+    15: "float6_e2m3fn",
+    16: "float6_e3m2fn",
+    17: "float4_e2m1fn",
+}
+
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_capsule_is_valid = ctypes.pythonapi.PyCapsule_IsValid
+_capsule_is_valid.restype, _capsule_is_valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
+
+
+def _read_dlpack(name: str, array: Any, stream: int) -> ArrayView:
+    kind, ordinal = array.__dlpack_device__()
+    if SIMULATED:
+        device = SIMULATED_DEVICE
+    elif kind in (_DL_CUDA, _DL_CUDA_HOST, _DL_CUDA_MANAGED):
+        device = ordinal
+    else:
+        raise _not_a_device_array(name, array, f" on DLPack device ({int(kind)}, {ordinal})")
+    capsule = _export(name, array, _dlpack_stream(stream))
+    # The capsule is read and dropped, which releases it; the caller's array keeps the memory alive.
+    flags, tensor = _open_capsule(name, capsule)
+    shape = tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
+    bits = tensor.dtype.bits * tensor.dtype.lanes
+    if bits % 8:
+        raise TypeError(f"{name} has elements of {bits} bits; pack them into whole bytes first")
+    itemsize = bits // 8
+    if tensor.strides:
+        strides = tuple([stride * itemsize for stride in tensor.strides[: tensor.ndim]])
+    else:  # no strides means compact row-major
+        strides = _dense_strides(shape, itemsize)
+    return ArrayView(
+        (tensor.data or 0) + tensor.byte_offset,
+        shape,
+        strides,
+        _dlpack_dtype_name(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes),
+        itemsize,
+        device,
+        bool(flags & _DL_READ_ONLY),
+    )
+
+
+def _export(name: str, array: Any, stream: int | None) -> Any:
+    try:
+        try:
+            return array.__dlpack__(stream=stream, max_version=(1, 3))
+        except TypeError:  # a producer of before DLPack 1.0
+            return array.__dlpack__(stream=stream)
+    except BufferError as error:
+        raise ValueError(f"{name} cannot be exported through DLPack: {error}") from error
+
+
+def _dlpack_stream(stream: int) -> int | None:
+    """The array API's stream number: 0 is ambiguous there, so the legacy default stream is 1."""
+    return None if SIMULATED else stream or 1
+
+
+def _open_capsule(name: str, capsule: Any) -> tuple[int, _DLTensor]:
+    if _capsule_is_valid(capsule, b"dltensor_versioned"):
+        managed = _DLManagedTensorVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
+        if managed.major != 1:
+            raise TypeError(f"{name} speaks DLPack {managed.major}.{managed.minor}; this package knows 1.x")
+        return managed.flags, managed.tensor
+    return 0, _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+
+
+@functools.lru_cache(maxsize=256)
+def _dlpack_dtype_name(code: int, bits: int, lanes: int) -> str:
+    name = f"{_DL_PREFIXES[code]}{bits}" if code in _DL_PREFIXES else _DL_NAMES.get(code, f"dlpack{code}_{bits}")
+    return name if lanes == 1 else f"{name}_x{lanes}"
+
+
+def current_stream(array: Any) -> int:
+    """The handle of the stream on which the library that owns `array` works now; 0 is the legacy default stream.
+
+    torch and CuPy: their current stream on the array's device. Numba: its default stream. Other producers of the
+    array interface: the stream that they export. All else: the default stream.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return torch._C._cuda_getCurrentRawStream(array.get_device()) if array.is_cuda else 0
+    if getattr(array, "__cuda_ndarray__", False):
+        return 0
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        return int(cupy.cuda.get_current_stream(array.device.id).ptr)
+    interface = getattr(array, "__cuda_array_interface__", None)
+    return int((interface and interface.get("stream")) or 0)
+
+
+def stream_handle(stream: Any) -> int:
+    """The handle of a stream that the caller named: a Numba, torch, CuPy or cuda.core stream, or a plain handle.
+
+    Raises
+    ------
+    TypeError
+        Not a stream.
+    """
+    if isinstance(stream, int | np.integer) and not isinstance(stream, bool):
+        if stream < 0:
+            raise ValueError(f"stream must be a handle, and handles are not negative, got {stream}")
+        return int(stream)
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        return int((protocol() if callable(protocol) else protocol)[1])
+    for attribute in ("cuda_stream", "ptr"):  # torch, CuPy of before the protocol
+        handle = getattr(stream, attribute, None)
+        if handle is not None:
+            return int(handle)
+    if SIMULATED and hasattr(stream, "synchronize"):
+        return 0  # the simulator's streams have no handle
+    raise TypeError(f"stream must be a CUDA stream or an integer handle, got {type(stream).__qualname__}")

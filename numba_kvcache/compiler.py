@@ -1,0 +1,125 @@
+"""Kernel -> PTX (Numba) -> cubin (nvJitLink) -> loaded function. All but the last step run without a GPU.
+
+nvJitLink makes machine code for the GPU at hand, so a driver older than the toolkit still loads it.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numba import cuda, types
+
+from . import disk_cache, driver, settings
+from .kernel import StoreSpec, build_kernel
+
+__all__ = ["EARLY_LAUNCH_SINCE", "LinkedKernel", "compile_ptx", "link_cubin", "loaded_kernel"]
+
+# Five addresses, five strides in bytes, batch, size limit: what the kernel takes.
+SIGNATURE = (types.uint64,) * 5 + (types.int64,) * 5 + (types.uint32, types.int64)
+
+# griddepcontrol and the launch attribute came with this compute capability.
+EARLY_LAUNCH_SINCE = (9, 0)
+
+# The files whose text decides the machine code.
+KERNEL_SOURCES = ("compiler.py", "device.py", "kernel.py", "layout.py")
+
+
+class LinkedKernel(NamedTuple):
+    """Machine code, and what the linker said of it (registers, spills)."""
+
+    cubin: bytes
+    report: str
+
+
+def compile_ptx(spec: StoreSpec, cc: tuple[int, int]) -> str:
+    """PTX of the kernel for `spec`; its entry is `spec.name`."""
+    _check_numpy()
+    ptx, _ = cuda.compile(
+        build_kernel(spec).py_func,
+        SIGNATURE,
+        device=False,
+        abi="numba",
+        abi_info={"abi_name": spec.name},
+        cc=cc,
+        output="ptx",
+        launch_bounds=spec.layout.block,
+    )
+    return str(ptx)
+
+
+def link_cubin(ptx: str, cc: tuple[int, int]) -> LinkedKernel:
+    """Machine code for compute capability `cc` from PTX."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    options = LinkerOptions(arch=f"sm_{cc[0]}{cc[1]}", verbose=True)
+    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
+    return LinkedKernel(bytes(linker.link("cubin").code), linker.get_info_log())
+
+
+_loaded: dict[tuple[StoreSpec, int], int] = {}
+_lock = threading.Lock()
+
+
+def loaded_kernel(spec: StoreSpec, device: int) -> int:
+    """The handle of the kernel for `spec`, loaded on `device`, which must be current.
+
+    Compiled once however many threads ask, and kept for the life of the process.
+    """
+    handle = _loaded.get((spec, device))
+    if handle is None:
+        with _lock:
+            handle = _loaded.get((spec, device))
+            if handle is None:
+                cubin = _cubin(spec, driver.compute_capability(device))
+                handle = _loaded[spec, device] = driver.load_kernel(cubin, spec.name)
+    return handle
+
+
+def _cubin(spec: StoreSpec, cc: tuple[int, int]) -> bytes:
+    key = cache_key(spec, cc)
+    folder = settings.cache_folder()
+    cubin = disk_cache.load(folder, key)
+    if cubin is None:
+        with driver.relaxed_capture():
+            cubin = link_cubin(compile_ptx(spec, cc), cc).cubin
+        disk_cache.save(folder, key, cubin)
+    return cubin
+
+
+def cache_key(spec: StoreSpec, cc: tuple[int, int]) -> str:
+    """All that the machine code depends on: specialisation, GPU, compiler versions, our sources."""
+    return json.dumps([repr(spec), cc, _versions(), _sources_digest()])
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {name: _version(name) for name in ("numba", "numba-cuda", "cuda-core", "nvidia-nvjitlink", "nvidia-nvvm")}
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+@functools.cache
+def _sources_digest() -> str:
+    digest = hashlib.sha256()
+    for name in KERNEL_SOURCES:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    return digest.hexdigest()
+
+
+def _check_numpy() -> None:
+    """numba-cuda 0.30 registers numpy.row_stack at its first compile; NumPy 2.5 removed it."""
+    if not hasattr(np, "row_stack"):
+        raise RuntimeError(
+            f"numba-cuda {_version('numba-cuda')} cannot compile under NumPy {np.__version__}, which no longer has "
+            "row_stack; install an older one: pip install 'numpy<2.5'"
+        )

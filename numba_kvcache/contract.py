@@ -1,0 +1,201 @@
+"""What a call must be: every public check, in one pure function of five views.
+
+Symbols, the same in the whole package: B rows in the batch, D and Dv elements per row of K and of V, N and Nv rows in
+the caches. A failed check names the argument, the rule, what was given, and where it helps what to do. TypeError is for
+the wrong kind, ValueError for the wrong value. Nothing has been written when one is raised.
+"""
+
+import operator
+from typing import Any, NamedTuple
+
+from .arrays import ArrayView
+from .kernel import INDEX_BITS
+from .layout import check_row_bytes, check_split
+
+__all__ = ["StoreRequest", "check_store"]
+
+# The launch counts groups of threads in 32 bits, as the grid does; 2**31 rows of one word are 8 GiB of K.
+MAX_BATCH = 2**31 - 1
+
+
+class StoreRequest(NamedTuple):
+    """A checked, non-empty call: all that choosing a kernel and launching it need.
+
+    `arguments` is what the kernel takes: five addresses, five strides in bytes, batch, size limit.
+    """
+
+    batch: int
+    k_row_bytes: int
+    v_row_bytes: int
+    k_alignment: int
+    v_alignment: int
+    num_split: int
+    index_bits: int
+    device: int
+    arguments: tuple[int, ...]
+
+
+def check_store(
+    k: ArrayView,  # (B, D)
+    v: ArrayView,  # (B, Dv)
+    k_cache: ArrayView,  # (N, D)
+    v_cache: ArrayView,  # (Nv, Dv)
+    indices: ArrayView,  # (B,) int32 or int64
+    num_split: Any = 0,
+    size_limit: Any = 0,
+) -> StoreRequest | None:
+    """The request that these arguments make, or None for an empty batch.
+
+    Raises
+    ------
+    TypeError
+        dtypes that differ, indices that are not int32 or int64, `num_split` or `size_limit` that are no integers.
+    ValueError
+        Shapes, strides, alignment, devices, split, limit, or a read-only cache.
+    """
+    num_split = _integer("num_split", num_split)
+    size_limit = _integer("size_limit", 0 if size_limit is None else size_limit)
+    check_split(num_split)
+    rows = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
+    _check_dtypes(rows, indices)
+    _check_shapes(rows, indices)
+    for name in ("k", "v"):
+        view = rows[name]
+        check_row_bytes(name, view.shape[1] * view.itemsize, num_split)
+    for name in ("k_cache", "v_cache"):
+        if rows[name].readonly:
+            raise ValueError(f"{name} must be writable, got a read-only array")
+    size_limit = _size_limit(size_limit, k_cache.shape[0], v_cache.shape[0])
+
+    batch = indices.shape[0]
+    if batch == 0:
+        return None
+    if batch > MAX_BATCH:
+        raise ValueError(f"a batch may have at most {MAX_BATCH} rows, got {batch}; store it in pieces")
+    for name in ("k_cache", "v_cache"):
+        if rows[name].shape[0] == 0:
+            raise ValueError(f"{name} has 0 rows, but the batch has {batch}: there is no slot to write")
+    _check_devices(rows, indices)
+    strides = {name: _row_stride(name, view) for name, view in rows.items()}
+    for name in ("k_cache", "v_cache"):
+        _check_rows_apart(name, rows[name], strides[name])
+    index_stride = _index_stride(indices)
+    return StoreRequest(
+        batch,
+        k.shape[1] * k.itemsize,
+        v.shape[1] * v.itemsize,
+        _alignment("k", "k_cache", rows, strides),
+        _alignment("v", "v_cache", rows, strides),
+        num_split,
+        INDEX_BITS[indices.dtype],
+        k_cache.device,
+        (
+            *(view.address for view in rows.values()),
+            indices.address,
+            *strides.values(),
+            index_stride,
+            batch,
+            size_limit,
+        ),
+    )
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(value).__qualname__}") from None
+
+
+def _check_dtypes(rows: dict[str, ArrayView], indices: ArrayView) -> None:
+    dtype = rows["k_cache"].dtype
+    for name, view in rows.items():
+        if view.dtype != dtype:
+            raise TypeError(
+                f"{name} and k_cache must have one dtype, got {view.dtype} and {dtype}; rows are moved bit for bit, "
+                "so convert or view them alike first"
+            )
+    if indices.dtype not in INDEX_BITS:
+        raise TypeError(f"indices must be {' or '.join(INDEX_BITS)}, got {indices.dtype}")
+
+
+def _check_shapes(rows: dict[str, ArrayView], indices: ArrayView) -> None:
+    for name, view in rows.items():
+        if len(view.shape) != 2:
+            raise ValueError(f"{name} must have 2 dimensions (rows, elements of a row), got shape {view.shape}")
+    if len(indices.shape) != 1:
+        raise ValueError(f"indices must have 1 dimension (B,), got shape {indices.shape}")
+    batch = indices.shape[0]
+    for name in ("k", "v"):
+        if rows[name].shape[0] != batch:
+            raise ValueError(
+                f"{name} and indices must have one row count B, got {rows[name].shape[0]} rows in {name} and {batch} "
+                f"in indices; pass {name}[:{min(rows[name].shape[0], batch)}] to leave padding out"
+            )
+    for name in ("k", "v"):
+        width, cache_width = rows[name].shape[1], rows[f"{name}_cache"].shape[1]
+        if width != cache_width:
+            raise ValueError(f"{name} and {name}_cache must have one row width, got {width} and {cache_width} elements")
+
+
+def _size_limit(size_limit: int, k_slots: int, v_slots: int) -> int:
+    slots = min(k_slots, v_slots)
+    if size_limit < 0:
+        raise ValueError(f"size_limit must not be negative, got {size_limit}; 0 or None means all rows of the caches")
+    if size_limit > slots:
+        raise ValueError(
+            f"size_limit must not exceed the caches' rows, got {size_limit} with {k_slots} rows in k_cache and "
+            f"{v_slots} in v_cache: it is the bound that keeps writes inside them"
+        )
+    return size_limit or slots
+
+
+def _check_devices(rows: dict[str, ArrayView], indices: ArrayView) -> None:
+    device = rows["k_cache"].device
+    for name, view in (*rows.items(), ("indices", indices)):
+        if view.device != device:
+            raise ValueError(
+                f"all arrays must be on one GPU, got {name} on device {view.device} and k_cache on device {device}"
+            )
+
+
+def _row_stride(name: str, view: ArrayView) -> int:
+    """Bytes from row to row; 0 where there is one row, since such a stride means nothing."""
+    if view.shape[1] > 1 and view.strides[1] != view.itemsize:
+        raise ValueError(
+            f"{name} must have dense rows (inner stride {view.itemsize} bytes), got strides {view.strides} bytes"
+        )
+    return view.strides[0] if view.shape[0] > 1 else 0
+
+
+def _check_rows_apart(name: str, view: ArrayView, stride: int) -> None:
+    row_bytes = view.shape[1] * view.itemsize
+    if view.shape[0] > 1 and abs(stride) < row_bytes:
+        raise ValueError(
+            f"rows of {name} must not overlap, got {row_bytes} bytes per row {stride} bytes apart: "
+            "a store to one slot would change others"
+        )
+
+
+def _index_stride(indices: ArrayView) -> int:
+    if indices.address % indices.itemsize:
+        raise ValueError(f"indices must be aligned to {indices.itemsize} bytes, got address {indices.address:#x}")
+    stride = indices.strides[0] if indices.shape[0] > 1 else 0
+    if stride % indices.itemsize:
+        raise ValueError(f"indices must have a stride of whole elements ({indices.itemsize} bytes), got {stride} bytes")
+    return stride
+
+
+def _alignment(source: str, cache: str, rows: dict[str, ArrayView], strides: dict[str, int]) -> int:
+    """What divides the addresses and row strides of a source and its cache: 16, 8 or 4 bytes."""
+    bits = rows[source].address | rows[cache].address | strides[source] | strides[cache] | 16
+    alignment = bits & -bits
+    if alignment < 4:
+        for name in (source, cache):
+            if rows[name].address % 4:
+                raise ValueError(f"{name} must be aligned to 4 bytes, got address {rows[name].address:#x}")
+            if strides[name] % 4:
+                raise ValueError(f"{name} must have rows a multiple of 4 bytes apart, got {strides[name]} bytes")
+    return alignment

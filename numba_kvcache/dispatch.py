@@ -1,0 +1,165 @@
+"""The one road a call takes: arrays -> checks -> layout -> kernel -> launch."""
+
+from typing import Any
+
+from . import driver, settings
+from .arrays import current_stream, read_array, stream_handle
+from .compiler import EARLY_LAUNCH_SINCE, loaded_kernel
+from .contract import StoreRequest, check_store
+from .kernel import INDEX_BITS, StoreSpec, build_kernel
+from .launch import launch
+from .layout import StoreLayout, plan_store
+from .settings import SIMULATED
+
+__all__ = ["can_use_store_kvcache", "store_kvcache", "warmup"]
+
+
+def store_kvcache(
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    v_cache: Any,
+    indices: Any,
+    num_split: int = 0,
+    size_limit: int | None = 0,
+    *,
+    stream: Any = None,
+) -> None:
+    """Write row i of `k` and `v` into slot `indices[i]` of two paged caches, in one launch.
+
+    ``k_cache[indices[i], :] = k[i, :]`` and ``v_cache[indices[i], :] = v[i, :]`` for every i, bit for bit, for any
+    dtype. The call returns once the launch is queued; it never waits for the GPU and never allocates device memory.
+
+    Parameters
+    ----------
+    k : device array, shape (B, D)
+        New keys, one row per token. Any row stride, dense rows, 4-byte aligned; rows of a multiple of 4 bytes.
+    v : device array, shape (B, Dv)
+        New values, of k's dtype. Width and strides may differ from k's.
+    k_cache : device array, shape (N, D)
+        Slots for keys, of k's dtype; rows must not overlap.
+    v_cache : device array, shape (Nv, Dv)
+        Slots for values.
+    indices : device array, shape (B,), int32 or int64
+        The slot of each row; any stride. A slot outside [0, size_limit) fails an assert on the device: its line is
+        printed on stderr, nothing is written out of bounds, and the next synchronisation reports error 710. (On the
+        simulator: AssertionError.) Where a slot is named twice, each of its words comes from one of the rows.
+    num_split : {0, 1, 2, 4}
+        Warps per row. 2 needs rows of a multiple of 256 bytes, 4 of 512. 0 lets the package choose.
+    size_limit : int, optional
+        The bound on slots, in rows, at most those of the smaller cache. 0 or None: the smaller cache's rows.
+    stream : optional
+        A Numba, torch, CuPy or cuda.core stream, anything with `__cuda_stream__`, or a handle. None: the current
+        stream of the library that owns `k_cache`; for Numba arrays, Numba's default stream.
+
+    Raises
+    ------
+    TypeError
+        An argument of the wrong kind: a host array, a list, dtypes that differ, indices of another type.
+    ValueError
+        An argument of the wrong value: shape, stride, alignment, device, split, limit, a read-only cache.
+    RuntimeError
+        No usable GPU, or the driver refused the launch.
+
+    Notes
+    -----
+    Nothing is written when an exception is raised. An empty batch returns without a launch. Sources may share memory
+    with the caches as long as no byte written is also read. The algorithm, a warp copy per part of a row, is that of
+    the CUDA C++ kernel of the same name in mini-sglang and SGLang.
+
+    Examples
+    --------
+    >>> store_kvcache(k, v, k_cache, v_cache, slots)  # doctest: +SKIP
+    """
+    handle = current_stream(k_cache) if stream is None else stream_handle(stream)
+    request = check_store(
+        read_array("k", k, handle),
+        read_array("v", v, handle),
+        read_array("k_cache", k_cache, handle),
+        read_array("v_cache", v_cache, handle),
+        read_array("indices", indices, handle),
+        num_split,
+        size_limit,
+    )
+    if request is None:
+        return
+    layout = plan_store(
+        request.k_row_bytes, request.v_row_bytes, request.num_split, request.k_alignment, request.v_alignment
+    )
+    if SIMULATED:
+        _simulate(layout, request)
+        return
+    with driver.use_device(request.device):
+        spec = StoreSpec(layout, request.index_bits, use_early_launch(request.device))
+        kernel = loaded_kernel(spec, request.device)
+        launch(kernel, layout.grid(request.batch), layout.block, handle, spec.early_launch, request.arguments)
+
+
+def _simulate(layout: StoreLayout, request: StoreRequest) -> None:
+    kernel = build_kernel(StoreSpec(layout, request.index_bits, early_launch=True))
+    kernel[layout.grid(request.batch), layout.block](*request.arguments)
+
+
+def use_early_launch(device: int) -> bool:
+    """Whether stores on `device` start early: the instructions and the launch attribute, or neither."""
+    return settings.early_launch() and driver.compute_capability(device) >= EARLY_LAUNCH_SINCE
+
+
+def can_use_store_kvcache(row_bytes: int, v_row_bytes: int = 0, num_split: int = 0) -> bool:
+    """Whether rows of these widths can be stored under `num_split`.
+
+    Parameters
+    ----------
+    row_bytes, v_row_bytes : int
+        Bytes of one row of K and of V; `v_row_bytes=0` means as K.
+    num_split : int
+        As for store_kvcache.
+    """
+    try:
+        plan_store(row_bytes, v_row_bytes, num_split)
+    except ValueError:
+        return False
+    return True
+
+
+def warmup(
+    row_bytes: int,
+    v_row_bytes: int = 0,
+    num_split: int = 0,
+    *,
+    index_dtype: str = "int64",
+    alignment: int = 16,
+    device: int | None = None,
+) -> None:
+    """Compile and load ahead of the first call, e.g. before a graph is captured or a server takes requests.
+
+    Parameters
+    ----------
+    row_bytes, v_row_bytes : int
+        Bytes of one row of K and of V; `v_row_bytes=0` means as K.
+    num_split : {0, 1, 2, 4}
+        As the calls will pass it.
+    index_dtype : {"int64", "int32"}
+        dtype of the calls' indices.
+    alignment : {16, 8, 4}
+        What divides the addresses and row strides of the calls, in bytes.
+    device : int, optional
+        CUDA ordinal; the current device by default.
+
+    Raises
+    ------
+    ValueError
+        A width, split, index dtype or alignment that cannot be served.
+    RuntimeError
+        No usable GPU.
+    """
+    layout = plan_store(row_bytes, v_row_bytes, num_split, alignment, alignment)
+    if index_dtype not in INDEX_BITS:
+        raise ValueError(f"index_dtype must be one of {', '.join(INDEX_BITS)}, got {index_dtype!r}")
+    bits = INDEX_BITS[index_dtype]
+    if SIMULATED:
+        build_kernel(StoreSpec(layout, bits, early_launch=True))
+        return
+    ordinal = driver.current_device() if device is None else device
+    with driver.use_device(ordinal):
+        loaded_kernel(StoreSpec(layout, bits, use_early_launch(ordinal)), ordinal)

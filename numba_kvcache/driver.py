@@ -1,0 +1,127 @@
+"""The few driver calls that the package makes, through cuda.bindings; errors become exceptions with the driver's words.
+
+Nothing here runs at import: the first call initialises the driver, and without one it says so.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+__all__ = [
+    "check",
+    "compute_capability",
+    "current_device",
+    "initialise",
+    "load_kernel",
+    "pointer_device",
+    "procedure",
+    "relaxed_capture",
+    "use_device",
+]
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """The value of a driver call, or a RuntimeError that names its error."""
+    status, *values = result
+    if status != cu.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(describe(int(status)))
+    return values[0] if len(values) == 1 else tuple(values) or None
+
+
+def describe(status: int) -> str:
+    """Name and text of a CUresult."""
+    code = cu.CUresult(status)
+    _, text = cu.cuGetErrorString(code)
+    return f"the CUDA driver reports {code.name} ({status}): {text.decode() if text else 'no description'}"
+
+
+@functools.cache
+def initialise() -> None:
+    """Initialise the driver; RuntimeError with the reason where there is none, or no GPU."""
+    try:
+        check(cu.cuInit(0))
+    except Exception as error:  # cuda.bindings raises types of its own when the driver's library is absent
+        raise RuntimeError(
+            f"no usable CUDA GPU: {error} To run without one, set NUMBA_ENABLE_CUDASIM=1 before Numba is imported."
+        ) from error
+
+
+@functools.cache
+def _primary_context(device: int) -> Any:
+    """The context that Numba, torch and CuPy share on `device`. Retained for good, as theirs are."""
+    return check(cu.cuDevicePrimaryCtxRetain(check(cu.cuDeviceGet(device))))
+
+
+def current_device() -> int:
+    """The ordinal of the calling thread's device; 0 where it has no context yet."""
+    initialise()
+    status, device = cu.cuCtxGetDevice()
+    return int(device) if status == cu.CUresult.CUDA_SUCCESS else 0
+
+
+@contextlib.contextmanager
+def use_device(device: int) -> Iterator[None]:
+    """Make `device` current for a while; a context of that device that is already current stays."""
+    initialise()
+    status, current = cu.cuCtxGetDevice()
+    if status == cu.CUresult.CUDA_SUCCESS and int(current) == device:
+        yield
+        return
+    check(cu.cuCtxPushCurrent(_primary_context(device)))
+    try:
+        yield
+    finally:
+        check(cu.cuCtxPopCurrent())
+
+
+@functools.cache
+def compute_capability(device: int) -> tuple[int, int]:
+    """(major, minor) of `device`."""
+    initialise()
+    handle = check(cu.cuDeviceGet(device))
+    attributes = cu.CUdevice_attribute
+    return (
+        check(cu.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle)),
+        check(cu.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle)),
+    )
+
+
+def pointer_device(address: int) -> int | None:
+    """The ordinal of the device that `address` belongs to, or None if CUDA does not know the address."""
+    initialise()
+    status, device = cu.cuPointerGetAttribute(
+        cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, cu.CUdeviceptr(address)
+    )
+    return int(device) if status == cu.CUresult.CUDA_SUCCESS and int(device) >= 0 else None
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Allow, on this thread, calls that a stream capture would otherwise forbid, such as loading a module."""
+    relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = check(cu.cuThreadExchangeStreamCaptureMode(relaxed))
+    try:
+        yield
+    finally:
+        check(cu.cuThreadExchangeStreamCaptureMode(before))
+
+
+def load_kernel(cubin: bytes, name: str) -> int:
+    """Load `cubin` for good and return the handle of its kernel `name`, ready to launch in the current context."""
+    with relaxed_capture():
+        library = check(cu.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
+        kernel = check(cu.cuLibraryGetKernel(library, name.encode()))
+        check(cu.cuKernelGetFunction(kernel))  # load it now: a lazy load inside the first launch may be in a capture
+    return int(kernel)
+
+
+def procedure(name: str, version: int = 12000) -> int:
+    """The address of the driver's entry point `name` as of CUDA `version`."""
+    initialise()
+    address, found = check(cu.cuGetProcAddress(name.encode(), version, 0))
+    if not address:
+        raise RuntimeError(f"the CUDA driver lacks {name} ({found}); a driver of CUDA 12.0 or newer is needed")
+    return int(address)

@@ -1,0 +1,175 @@
+"""The kernel: a closure that `numba.cuda.jit` compiles, one for each layout, index width and early-launch choice.
+
+    k_cache[indices[i], :] = k[i, :]
+    v_cache[indices[i], :] = v[i, :]
+
+The closure's free variables (threads, parts, steps, ...) are constants to the compiler, so that loops unroll, tests
+that cannot fail vanish, and what is left for row widths people have is a handful of instructions around the copies.
+"""
+
+import functools
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from numba import cuda
+
+from . import layout as layouts
+from .layout import StoreLayout
+from .settings import SIMULATED
+
+if SIMULATED:
+    from .simulator import assertion, i64, index_access, release_dependents, row_access, u32, u64, wait_primary
+else:
+    from .device import (
+        assertion,
+        i64,
+        index_access,
+        release_dependents,
+        row_access,
+        u32,
+        u64,
+        wait_primary,
+    )
+
+__all__ = ["INDEX_BITS", "StoreSpec", "build_kernel", "make_store_kernel"]
+
+INDEX_BITS = {"int32": 32, "int64": 64}
+
+
+@dataclass(frozen=True)
+class StoreSpec:
+    """All that the kernel is specialised for."""
+
+    layout: StoreLayout
+    index_bits: int
+    early_launch: bool
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol, as profilers show it."""
+        k, v = self.layout.k, self.layout.v
+        rows = f"{k.row_bytes}x{k.vector_bytes}"
+        if v != k:
+            rows += f"_{v.row_bytes}x{v.vector_bytes}"
+        shape = f"t{self.layout.threads}_p{self.layout.parts}"
+        return f"store_kvcache_{rows}_{shape}_i{self.index_bits}{'_pdl' if self.early_launch else ''}"
+
+
+def make_store_kernel(
+    element_bytes: int,
+    num_split: int = 0,
+    *,
+    v_element_bytes: int = 0,
+    index_dtype: str = "int64",
+    alignment: int = 16,
+    early_launch: bool = False,
+) -> Any:
+    """The `@cuda.jit` dispatcher for one specialisation, to launch yourself or to learn from.
+
+    `store_kvcache` does all of this for you, checks its input, and costs far less host time per launch. Nothing is
+    checked here, so a wrong address or stride faults the GPU.
+
+    Parameters
+    ----------
+    element_bytes, v_element_bytes : int
+        Bytes of one row of K and of V; multiples of 4. `v_element_bytes=0` means as K.
+    num_split : {0, 1, 2, 4}
+        Warps per row, or 0 to let the package choose.
+    index_dtype : {"int64", "int32"}
+        Type of `indices`.
+    alignment : {16, 8, 4}
+        What divides, in bytes, all four addresses and row strides.
+    early_launch : bool
+        Emit the two early-launch (PDL) instructions. They need compute capability 9.0, and mean something only if the
+        launch carries the attribute, which `kernel[grid, block, stream]` does not set.
+
+    Returns
+    -------
+    kernel
+        `kernel.layout` is its StoreLayout. Launch with
+        `kernel[kernel.layout.grid(batch), kernel.layout.block, stream](k, v, k_cache, v_cache, indices, k_stride,
+        v_stride, k_cache_stride, v_cache_stride, index_stride, batch, size_limit)`: five addresses, five strides in
+        bytes, the number of rows, and the bound that every index is asserted to be under.
+
+    Raises
+    ------
+    ValueError
+        A width, split, index dtype or alignment that the kernel does not serve.
+    """
+    if index_dtype not in INDEX_BITS:
+        raise ValueError(f"index_dtype must be one of {', '.join(INDEX_BITS)}, got {index_dtype!r}")
+    if alignment not in layouts.VECTOR_BYTES:
+        raise ValueError(f"alignment must be one of {', '.join(map(str, layouts.VECTOR_BYTES))}, got {alignment!r}")
+    layout = layouts.plan_store(element_bytes, v_element_bytes, num_split, alignment, alignment)
+    return build_kernel(StoreSpec(layout, INDEX_BITS[index_dtype], early_launch))
+
+
+@functools.lru_cache(maxsize=1024)
+def build_kernel(spec: StoreSpec) -> Any:
+    """The dispatcher for `spec`; see make_store_kernel for its arguments."""
+    layout, early_launch = spec.layout, spec.early_launch
+    threads, parts, steps, groups = layout.threads, layout.parts, layout.steps, layout.groups
+    idle_threads = layout.idle_threads > 0
+    k_step, v_step = layout.k.step_vectors, layout.v.step_vectors
+    load_k, store_k = row_access(layout.k, parts * steps)
+    load_v, store_v = row_access(layout.v, parts * steps)
+    load_index = index_access(spec.index_bits)
+    check_slot = assertion("0 <= index && index < size_limit", "numba_kvcache/kernel.py", _CHECK_LINE, "store_kvcache")
+
+    def store_kvcache(
+        k, v, k_cache, v_cache, indices,
+        k_stride, v_stride, k_cache_stride, v_cache_stride, index_stride,
+        batch, size_limit,
+    ):  # fmt: skip
+        thread = u32(cuda.threadIdx.x)
+        local = u32(thread // u32(threads))
+        lane = u32(thread - u32(local * u32(threads)))
+        group = u32(u32(u32(cuda.blockIdx.x) * u32(groups)) + local)
+        row = u32(group // u32(parts))
+        part = u32(group - u32(row * u32(parts)))
+        if row >= batch:
+            return
+        if idle_threads and local >= u32(groups):
+            return
+
+        # The kernel before this one may still be writing k, v and indices: nothing is read before it has finished.
+        if early_launch:
+            wait_primary()
+
+        # Rows and slots are widened before they meet a stride: caches go far past 4 GiB.
+        index = load_index(u64(indices + u64(i64(row) * index_stride)))
+        k_row = u64(k + u64(i64(row) * k_stride))
+        v_row = u64(v + u64(i64(row) * v_stride))
+        k_slot = u64(k_cache + u64(i64(index) * k_cache_stride))
+        v_slot = u64(v_cache + u64(i64(index) * v_cache_stride))
+        in_bounds = index >= i64(0) and index < size_limit
+
+        for step in range(steps):
+            chunk = u32(u32(part * u32(steps)) + u32(step))
+            k_first = u32(u32(chunk * u32(k_step)) + lane)
+            v_first = u32(u32(chunk * u32(v_step)) + lane)
+            # The row's address does not wait for its index: all loads are in flight before the first store.
+            k_words = load_k(k_row, k_first)
+            v_words = load_v(v_row, v_first)
+            # A dependent grid that waits, waits for our stores too; releasing it here hides its launch behind them
+            # (3 to 10 % on small batches, H200).
+            if early_launch and step == steps - 1:
+                release_dependents()
+            check_slot(in_bounds)
+            if in_bounds:
+                store_k(k_slot, k_first, k_words)
+                store_v(v_slot, v_first, v_words)
+
+    kernel = cuda.jit(store_kvcache)
+    kernel.layout = layout
+    return kernel
+
+
+_CHECK_LINE = 1 + next(
+    number
+    for number, line in enumerate(inspect.getsource(sys.modules[__name__]).splitlines())
+    if line.strip().startswith("check_slot(")
+)
+"""Where the assert stands in this file, for its message."""

@@ -1,0 +1,207 @@
+"""How threads cover rows: pure integers, no CUDA import, no device query.
+
+A *row* is the K or the V of one token. A *group* of `threads` neighbouring threads copies one *part* of a row, in
+vectors of 16, 8 or 4 bytes: thread 0 takes the first vector, thread 1 the next, and so on, so that a warp's accesses
+are coalesced. K and V of a token are copied by the same group and may differ in width and in alignment.
+
+The warp-per-part scheme behind an explicit `num_split` is that of the CUDA C++ kernel `store_kvcache` (mini-sglang,
+SGLang); `num_split=0` lets this module choose, down to a single thread per row.
+"""
+
+import functools
+from dataclasses import dataclass
+
+__all__ = [
+    "SPLIT_MULTIPLE",
+    "RowLayout",
+    "StoreLayout",
+    "check_row_bytes",
+    "check_split",
+    "plan_store",
+]
+
+WARP = 32
+
+VECTOR_BYTES = (16, 8, 4)
+
+# num_split -> what row bytes must be a multiple of. A split of 2 or 4 gives every lane at least one 4-byte word of its
+# part; 0 (the package chooses) and 1 ask only for whole words.
+SPLIT_MULTIPLE = {0: 4, 1: 4, 2: 256, 4: 512}
+
+# Blocks of 128 threads were at or near the best in every cell of a sweep of 64 to 512 on an H200.
+BLOCK = 128
+MAX_BLOCK = 256
+
+# Every load of a step is issued before its first store, so words in flight are registers: 16 words of K and 16 of V
+# keep the kernel near 60 registers, which still lets 1,024 threads run on an SM.
+MAX_WORDS_IN_FLIGHT = 16
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """One row as its groups see it: each thread moves `loops` vectors per step, `threads` vectors apart."""
+
+    row_bytes: int
+    vector_bytes: int
+    threads: int
+    loops: int
+
+    @property
+    def words(self) -> int:
+        """uint32 words per vector."""
+        return self.vector_bytes // 4
+
+    @property
+    def vectors(self) -> int:
+        """Vectors per row."""
+        return self.row_bytes // self.vector_bytes
+
+    @property
+    def step_vectors(self) -> int:
+        """Vectors that one group covers in one step."""
+        return self.threads * self.loops
+
+    def whole_loops(self, chunks: int) -> int:
+        """How many of the `loops` need no bounds check in any of the `chunks` chunks (parts x steps) of the row.
+
+        The last chunk decides: its first vector is `(chunks - 1) * step_vectors`.
+        """
+        left = self.vectors - (chunks - 1) * self.step_vectors
+        return max(0, min(self.loops, left // self.threads))
+
+
+@dataclass(frozen=True)
+class StoreLayout:
+    """How a launch covers its rows: the whole of what the kernel is specialised for, but index type and early launch.
+
+    Attributes
+    ----------
+    k, v : RowLayout
+        The two rows; both have the same `threads`.
+    parts : int
+        Groups per row. Group `g` of the launch copies part `g % parts` of row `g // parts`.
+    steps : int
+        Rounds of loads and stores per group: 1 unless an explicit split makes a warp copy a wide row.
+    groups : int
+        Groups per block.
+    """
+
+    k: RowLayout
+    v: RowLayout
+    parts: int
+    steps: int
+    groups: int
+
+    @property
+    def threads(self) -> int:
+        """Threads per group."""
+        return self.k.threads
+
+    @property
+    def block(self) -> int:
+        """Threads per block: whole warps, so up to 31 threads of the last warp may be idle."""
+        return -(-self.groups * self.threads // WARP) * WARP
+
+    @property
+    def idle_threads(self) -> int:
+        """Threads of each block that belong to no group."""
+        return self.block - self.groups * self.threads
+
+    def grid(self, batch: int) -> int:
+        """Blocks for `batch` rows."""
+        return -(-batch * self.parts // self.groups)
+
+
+def check_split(num_split: int) -> None:
+    """Raise ValueError unless `num_split` is one that the kernel knows."""
+    if num_split not in SPLIT_MULTIPLE:
+        raise ValueError(f"num_split must be one of {', '.join(map(str, SPLIT_MULTIPLE))}, got {num_split}")
+
+
+def check_row_bytes(name: str, row_bytes: int, num_split: int) -> None:
+    """Raise ValueError unless rows of `row_bytes` bytes can be moved under `num_split`; `name` is for the message."""
+    if row_bytes <= 0:
+        raise ValueError(f"rows of {name} must hold at least 4 bytes, got {row_bytes}")
+    if row_bytes % SPLIT_MULTIPLE[0]:
+        raise ValueError(
+            f"rows of {name} must be a multiple of 4 bytes (the kernel moves uint32), got {row_bytes} bytes"
+        )
+    if row_bytes % SPLIT_MULTIPLE[num_split]:
+        raise ValueError(
+            f"num_split={num_split} needs row bytes that are a multiple of {SPLIT_MULTIPLE[num_split]}, "
+            f"but rows of {name} have {row_bytes} bytes; use a smaller num_split, or 0 to let the package choose"
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_store(
+    k_row_bytes: int, v_row_bytes: int = 0, num_split: int = 0, k_alignment: int = 16, v_alignment: int = 16
+) -> StoreLayout:
+    """Choose how a launch covers its rows.
+
+    Parameters
+    ----------
+    k_row_bytes, v_row_bytes : int
+        Bytes of a row of K and of V; `v_row_bytes=0` means as K.
+    num_split : {0, 1, 2, 4}
+        Warps per row, or 0 to choose.
+    k_alignment, v_alignment : {16, 8, 4}
+        What divides the address and the row stride, in bytes, of both the source and the cache.
+
+    Raises
+    ------
+    ValueError
+        Unknown split, or row bytes that it cannot serve.
+    """
+    rows = {"k": k_row_bytes, "v": v_row_bytes or k_row_bytes}
+    check_split(num_split)
+    for name, row_bytes in rows.items():
+        check_row_bytes(name, row_bytes, num_split)
+    alignments = (k_alignment, v_alignment)
+    if num_split:
+        return _plan_split(tuple(rows.values()), alignments, num_split)
+    return _plan_auto(tuple(rows.values()), alignments)
+
+
+def _plan_split(row_bytes: tuple[int, ...], alignments: tuple[int, ...], num_split: int) -> StoreLayout:
+    """The reference's scheme: `num_split` warps per row, four warps per block."""
+    vectors = [_split_vector_bytes(n // num_split, a) for n, a in zip(row_bytes, alignments, strict=True)]
+    loops = [-(-n // (vec * WARP * num_split)) for n, vec in zip(row_bytes, vectors, strict=True)]
+    steps = max(-(-loop // _max_loops(vec)) for loop, vec in zip(loops, vectors, strict=True))
+    k, v = (RowLayout(n, vec, WARP, -(-loop // steps)) for n, vec, loop in zip(row_bytes, vectors, loops, strict=True))
+    return StoreLayout(k, v, parts=num_split, steps=steps, groups=BLOCK // WARP)
+
+
+def _plan_auto(row_bytes: tuple[int, ...], alignments: tuple[int, ...]) -> StoreLayout:
+    """One vector per thread while a block can hold the row, then more per thread, then more groups per row."""
+    vectors = [_widest(n, a) for n, a in zip(row_bytes, alignments, strict=True)]
+    threads = min(MAX_BLOCK, max(n // vec for n, vec in zip(row_bytes, vectors, strict=True)))
+    parts = max(-(-n // (vec * threads * _max_loops(vec))) for n, vec in zip(row_bytes, vectors, strict=True))
+    k, v = (
+        RowLayout(n, vec, threads, -(-n // (vec * threads * parts))) for n, vec in zip(row_bytes, vectors, strict=True)
+    )
+    return StoreLayout(k, v, parts=parts, steps=1, groups=_groups_per_block(threads))
+
+
+def _split_vector_bytes(part_bytes: int, alignment: int) -> int:
+    """The reference's rule, narrowed to what the addresses allow: the widest vector that fills whole warps."""
+    return next((vec for vec in VECTOR_BYTES if vec <= alignment and part_bytes % (vec * WARP) == 0), 4)
+
+
+def _widest(row_bytes: int, alignment: int) -> int:
+    return next(vec for vec in VECTOR_BYTES if vec <= alignment and row_bytes % vec == 0)
+
+
+def _max_loops(vector_bytes: int) -> int:
+    return MAX_WORDS_IN_FLIGHT * 4 // vector_bytes
+
+
+def _groups_per_block(threads: int) -> int:
+    """Whole groups per block of 128 to 256 threads: as few idle threads as can be, then as small as can be."""
+    candidates = range(max(1, BLOCK // threads), MAX_BLOCK // threads + 1)
+
+    def idle_share(groups: int) -> tuple[float, int]:
+        block = -(-groups * threads // WARP) * WARP
+        return 1 - groups * threads / block, groups
+
+    return min(candidates, key=idle_share)
