@@ -25,7 +25,7 @@ import numpy as np
 from . import driver
 from .settings import SIMULATED
 
-__all__ = ["SIMULATED_DEVICE", "ArrayView", "current_stream", "read_array", "stream_handle"]
+__all__ = ["SIMULATED_DEVICE", "ArrayView", "current_stream", "never_readonly", "read_array", "stream_handle"]
 
 SIMULATED_DEVICE = -1
 
@@ -291,6 +291,11 @@ def _open_capsule(name: str, capsule: Any) -> tuple[int, _DLTensor]:
 def _dlpack_dtype_name(code: int, bits: int, lanes: int) -> str:
     name = f"{_DL_PREFIXES[code]}{bits}" if code in _DL_PREFIXES else _DL_NAMES.get(code, f"dlpack{code}_{bits}")
     return name if lanes == 1 else f"{name}_x{lanes}"
+
+
+def never_readonly(kind: type) -> bool:
+    """Whether no array of this type, which has been read before, can be read-only: torch tensors and Numba arrays."""
+    return _readers[kind] is _read_torch or getattr(kind, "__cuda_ndarray__", False)
 
 
 def current_stream(array: Any) -> int:

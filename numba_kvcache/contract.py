@@ -12,19 +12,15 @@ from .arrays import ArrayView
 from .kernel import INDEX_BITS
 from .layout import check_row_bytes, check_split
 
-__all__ = ["StoreRequest", "check_store"]
+__all__ = ["MAX_BATCH", "PlanKey", "StoreRequest", "check_store"]
 
 # The launch counts groups of threads in 32 bits, as the grid does; 2**31 rows of one word are 8 GiB of K.
 MAX_BATCH = 2**31 - 1
 
 
-class StoreRequest(NamedTuple):
-    """A checked, non-empty call: all that choosing a kernel and launching it need.
+class PlanKey(NamedTuple):
+    """What decides which kernel a call launches."""
 
-    `arguments` is what the kernel takes: five addresses, five strides in bytes, batch, size limit.
-    """
-
-    batch: int
     k_row_bytes: int
     v_row_bytes: int
     k_alignment: int
@@ -32,6 +28,16 @@ class StoreRequest(NamedTuple):
     num_split: int
     index_bits: int
     device: int
+
+
+class StoreRequest(NamedTuple):
+    """A checked, non-empty call.
+
+    `arguments` is what the kernel takes: five addresses, five strides in bytes, batch, size limit.
+    """
+
+    batch: int
+    key: PlanKey
     arguments: tuple[int, ...]
 
 
@@ -80,8 +86,7 @@ def check_store(
     for name in ("k_cache", "v_cache"):
         _check_rows_apart(name, rows[name], strides[name])
     index_stride = _index_stride(indices)
-    return StoreRequest(
-        batch,
+    key = PlanKey(
         k.shape[1] * k.itemsize,
         v.shape[1] * v.itemsize,
         _alignment("k", "k_cache", rows, strides),
@@ -89,6 +94,10 @@ def check_store(
         num_split,
         INDEX_BITS[indices.dtype],
         k_cache.device,
+    )
+    return StoreRequest(
+        batch,
+        key,
         (
             *(view.address for view in rows.values()),
             indices.address,

@@ -1,11 +1,11 @@
 """The one road a call takes: arrays -> checks -> layout -> kernel -> launch."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from . import driver, settings
-from .arrays import current_stream, read_array, stream_handle
+from . import driver, fast_road, settings
+from .arrays import current_stream, never_readonly, read_array, stream_handle
 from .compiler import EARLY_LAUNCH_SINCE, loaded_kernel
-from .contract import StoreRequest, check_store
+from .contract import PlanKey, StoreRequest, check_store
 from .kernel import INDEX_BITS, StoreSpec, build_kernel
 from .launch import launch
 from .layout import StoreLayout, plan_store
@@ -83,26 +83,61 @@ def store_kvcache(
     )
     if request is None:
         return
-    layout = plan_store(
-        request.k_row_bytes, request.v_row_bytes, request.num_split, request.k_alignment, request.v_alignment
-    )
     if SIMULATED:
-        _simulate(layout, request)
+        _simulate(request)
         return
-    with driver.use_device(request.device):
-        spec = StoreSpec(layout, request.index_bits, use_early_launch(request.device))
-        kernel = loaded_kernel(spec, request.device)
-        launch(kernel, layout.grid(request.batch), layout.block, handle, spec.early_launch, request.arguments)
+    pushed = driver.push_device(request.key.device)
+    try:
+        plan = _plans.get(request.key) or _make_plan(request.key)
+        grid = plan.layout.grid(request.batch)
+        launch(plan.kernel, grid, plan.block, handle, plan.early_launch, request.arguments)
+    finally:
+        if pushed:
+            driver.pop_device()
+    for array in (k, v, k_cache, v_cache, indices):
+        if type(array) not in fast_road.ways:
+            fast_road.remember_type(type(array), writable=never_readonly(type(array)))
 
 
-def _simulate(layout: StoreLayout, request: StoreRequest) -> None:
-    kernel = build_kernel(StoreSpec(layout, request.index_bits, early_launch=True))
+class Plan(NamedTuple):
+    """What calls with one PlanKey launch."""
+
+    kernel: int
+    layout: StoreLayout
+    block: int
+    early_launch: bool
+
+
+_plans: dict[PlanKey, Plan] = {}
+
+
+def _make_plan(key: PlanKey) -> Plan:
+    """Compile and load, on the current device, which is the key's; remembered here and by the fast road."""
+    spec = StoreSpec(_layout(key), key.index_bits, use_early_launch(key.device))
+    layout = spec.layout
+    plan = Plan(loaded_kernel(spec, key.device), layout, layout.block, spec.early_launch)
+    if _plans.setdefault(key, plan) is plan:
+        fast_road.remember_plan(key, plan.kernel, plan.block, layout.groups, layout.parts, plan.early_launch)
+        fast_road.start()
+    return plan
+
+
+def _layout(key: PlanKey) -> StoreLayout:
+    return plan_store(key.k_row_bytes, key.v_row_bytes, key.num_split, key.k_alignment, key.v_alignment)
+
+
+def _simulate(request: StoreRequest) -> None:
+    layout = _layout(request.key)
+    kernel = build_kernel(StoreSpec(layout, request.key.index_bits, early_launch=True))
     kernel[layout.grid(request.batch), layout.block](*request.arguments)
 
 
 def use_early_launch(device: int) -> bool:
     """Whether stores on `device` start early: the instructions and the launch attribute, or neither."""
     return settings.early_launch() and driver.compute_capability(device) >= EARLY_LAUNCH_SINCE
+
+
+fast_road.attach(store_kvcache)
 
 
 def can_use_store_kvcache(row_bytes: int, v_row_bytes: int = 0, num_split: int = 0) -> bool:
@@ -133,6 +168,8 @@ def warmup(
 ) -> None:
     """Compile and load ahead of the first call, e.g. before a graph is captured or a server takes requests.
 
+    Returns when everything is in force, the fast host road (native.py) included.
+
     Parameters
     ----------
     row_bytes, v_row_bytes : int
@@ -153,13 +190,19 @@ def warmup(
     RuntimeError
         No usable GPU.
     """
-    layout = plan_store(row_bytes, v_row_bytes, num_split, alignment, alignment)
+    plan_store(row_bytes, v_row_bytes, num_split, alignment, alignment)
     if index_dtype not in INDEX_BITS:
         raise ValueError(f"index_dtype must be one of {', '.join(INDEX_BITS)}, got {index_dtype!r}")
-    bits = INDEX_BITS[index_dtype]
     if SIMULATED:
-        build_kernel(StoreSpec(layout, bits, early_launch=True))
-        return
+        return  # nothing to compile
     ordinal = driver.current_device() if device is None else device
-    with driver.use_device(ordinal):
-        loaded_kernel(StoreSpec(layout, bits, use_early_launch(ordinal)), ordinal)
+    key = PlanKey(
+        row_bytes, v_row_bytes or row_bytes, alignment, alignment, num_split, INDEX_BITS[index_dtype], ordinal
+    )
+    pushed = driver.push_device(ordinal)
+    try:
+        _make_plan(key)
+    finally:
+        if pushed:
+            driver.pop_device()
+    fast_road.wait()

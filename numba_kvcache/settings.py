@@ -6,7 +6,7 @@ from pathlib import Path
 
 from numba import config
 
-__all__ = ["SIMULATED", "cache_folder", "early_launch"]
+__all__ = ["SIMULATED", "cache_folder", "early_launch", "native"]
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 """NUMBA_ENABLE_CUDASIM: kernels run on Numba's simulator. Numba fixes this when it is imported."""
@@ -16,6 +16,12 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 def early_launch() -> bool:
     """NUMBA_KVCACHE_EARLY_LAUNCH: 0 turns early launch (PDL) off; otherwise it is on where the GPU has it."""
     return os.environ.get("NUMBA_KVCACHE_EARLY_LAUNCH", "1") != "0"
+
+
+@functools.cache
+def native() -> bool:
+    """NUMBA_KVCACHE_NATIVE: 0 leaves every call to the Python road; see native.py."""
+    return os.environ.get("NUMBA_KVCACHE_NATIVE", "1") != "0"
 
 
 @functools.cache
