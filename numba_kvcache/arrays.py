@@ -74,6 +74,11 @@ def _find_reader(name: str, array: Any) -> Reader:
         return _read_torch
     if SIMULATED and (isinstance(array, np.ndarray) or getattr(array, "__cuda_ndarray__", False)):
         return _read_simulated
+    if getattr(array, "__cuda_ndarray__", False) and hasattr(array, "device_ctypes_pointer"):
+        return _read_numba
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        return _read_cupy
     if getattr(array, "__cuda_array_interface__", None) is not None:
         return _read_cuda_array_interface
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
@@ -94,27 +99,20 @@ def _read_torch(name: str, tensor: Any, stream: int) -> ArrayView:
         device = SIMULATED_DEVICE
     else:
         raise _not_a_device_array(name, tensor, f" on device {tensor.device}")
-    if tensor.is_conj() or tensor.is_neg():
+    if tensor.is_neg() or tensor.is_conj():
         raise ValueError(f"{name} is a lazily conjugated or negated view; materialise it (resolve_conj, resolve_neg)")
     try:
         address, strides = tensor.data_ptr(), tensor.stride()
     except RuntimeError as error:  # sparse, fake and functional tensors own no memory
         raise ValueError(f"{name} is a torch tensor without plain strided memory: {error}") from error
-    itemsize = tensor.element_size()
-    return ArrayView(
-        address,
-        tuple(tensor.shape),
-        tuple([stride * itemsize for stride in strides]),
-        _torch_dtype_name(tensor.dtype),
-        itemsize,
-        device,
-        readonly=False,
-    )
+    return ArrayView(address, *_torch_facts(tensor.shape, strides, tensor.dtype, device))
 
 
-@functools.cache
-def _torch_dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+@functools.lru_cache(maxsize=4096)
+def _torch_facts(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, device: int) -> tuple[Any, ...]:
+    """What a view holds besides its address. (Cached, as is _numpy_facts: a third of the reading's cost.)"""
+    name, itemsize = str(dtype).removeprefix("torch."), dtype.itemsize
+    return tuple(shape), tuple([stride * itemsize for stride in strides]), name, itemsize, device, False
 
 
 def _read_simulated(name: str, array: Any, stream: int) -> ArrayView:
@@ -129,6 +127,22 @@ def _read_simulated(name: str, array: Any, stream: int) -> ArrayView:
         SIMULATED_DEVICE,
         readonly=not array.flags.writeable,
     )
+
+
+def _read_numba(name: str, array: Any, stream: int) -> ArrayView:
+    address = array.device_ctypes_pointer.value
+    device = _device_of(name, address, array.shape)
+    return ArrayView(address or 0, *_numpy_facts(array.shape, array.strides, array.dtype, device))
+
+
+def _read_cupy(name: str, array: Any, stream: int) -> ArrayView:
+    data = array.data
+    return ArrayView(data.ptr, *_numpy_facts(array.shape, array.strides, array.dtype, data.device_id))
+
+
+@functools.lru_cache(maxsize=4096)
+def _numpy_facts(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, device: int) -> tuple[Any, ...]:
+    return shape, strides, str(dtype), dtype.itemsize, device, False
 
 
 def _read_cuda_array_interface(name: str, array: Any, stream: int) -> ArrayView:

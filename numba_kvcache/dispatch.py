@@ -117,7 +117,9 @@ def _make_plan(key: PlanKey) -> Plan:
     layout = spec.layout
     plan = Plan(loaded_kernel(spec, key.device), layout, layout.block, spec.early_launch)
     if _plans.setdefault(key, plan) is plan:
-        fast_road.remember_plan(key, plan.kernel, plan.block, layout.groups, layout.parts, plan.early_launch)
+        function = driver.kernel_function(plan.kernel)
+        context = driver.current_context()
+        fast_road.remember_plan(key, function, context, plan.block, layout.groups, layout.parts, plan.early_launch)
         fast_road.start()
     return plan
 

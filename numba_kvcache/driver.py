@@ -13,8 +13,11 @@ from cuda.bindings import driver as cu
 __all__ = [
     "check",
     "compute_capability",
+    "current_context",
     "current_device",
+    "device_count",
     "initialise",
+    "kernel_function",
     "load_kernel",
     "pointer_device",
     "pop_device",
@@ -91,6 +94,23 @@ def compute_capability(device: int) -> tuple[int, int]:
         check(cu.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle)),
         check(cu.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle)),
     )
+
+
+@functools.cache
+def device_count() -> int:
+    """How many GPUs this process sees."""
+    initialise()
+    return int(check(cu.cuDeviceGetCount()))
+
+
+def current_context() -> int:
+    """The handle of the calling thread's context, 0 for none."""
+    return int(check(cu.cuCtxGetCurrent()))
+
+
+def kernel_function(kernel: int) -> int:
+    """The CUfunction of a kernel in the current context."""
+    return int(check(cu.cuKernelGetFunction(cu.CUkernel(kernel))))
 
 
 def pointer_device(address: int) -> int | None:

@@ -80,8 +80,13 @@ def _way_to_read(kind: type) -> tuple[str, int | None, int]:
     return f"native: DLPack {major}.{minor} exchange table", table[5], table[6]
 
 
-def remember_plan(key: tuple[int, ...], kernel: int, block: int, groups: int, parts: int, early_launch: bool) -> None:
-    """Let calls with this key (dispatch.PlanKey) take the fast road."""
+def remember_plan(
+    key: tuple[int, ...], kernel: int, context: int, block: int, groups: int, parts: int, early_launch: bool
+) -> None:
+    """Let calls with this key (contract.PlanKey), made while `context` is current, take the fast road.
+
+    `kernel` is a CUfunction of that context: launching one costs 0.15 us less than a CUkernel, which fits any.
+    """
     with _lock:
         first, second = _key_words(*key)
         if first < 0:
@@ -93,7 +98,9 @@ def remember_plan(key: tuple[int, ...], kernel: int, block: int, groups: int, pa
         slot = _python_plan_home(first, second)
         while _state[(native.PLANS + native.PLAN_BYTES * slot + native.PLAN_USED) // 8]:
             slot = (slot + 1) % native.MAX_PLANS
-        _write(native.PLANS + native.PLAN_BYTES * slot, first, second, kernel, block, groups, parts, attributes)
+        _write(
+            native.PLANS + native.PLAN_BYTES * slot, first, second, kernel, context, block, groups, parts, attributes
+        )
         _write(native.PLANS + native.PLAN_BYTES * slot + native.PLAN_USED, 1)
 
 
@@ -206,6 +213,7 @@ def compile_entry() -> int:
     _keep.extend(names)
     _write(native.NAMES, *map(id, names))
     _write(native.NONE, id(None), id(int), id(OwnedPointer))
+    _write(native.DEVICE_COUNT, driver.device_count())
     early = (ctypes.c_int32 * 18)(6, 0, 1)  # as launch._Attribute
     _state[native.ATTRIBUTE // 8 : native.ATTRIBUTE // 8 + 9] = np.frombuffer(bytes(early), np.int64)
     if _state[native.DTYPES // 8] == 0:
@@ -219,7 +227,7 @@ def compile_entry() -> int:
 def _register() -> None:
     symbols = {
         "launch": "cuLaunchKernelEx",
-        "context_device": "cuCtxGetDevice",
+        "current_context": "cuCtxGetCurrent",
         "pointer_attribute": "cuPointerGetAttribute",
     }
     for name, procedure in symbols.items():

@@ -6,6 +6,7 @@ configuration object in Python (3 us of an H200 host's time) and packs arguments
 
 import ctypes
 import functools
+import struct
 from collections.abc import Callable
 
 from . import driver
@@ -16,45 +17,15 @@ __all__ = ["launch"]
 EARLY_LAUNCH_ATTRIBUTE = 6
 
 
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, whose value is a union of 64 bytes."""
+# CUlaunchAttribute: id, then a union of 64 bytes at offset 8.
+_early_launch = ctypes.create_string_buffer(struct.pack("i4xi60x", EARLY_LAUNCH_ATTRIBUTE, 1), 72)
 
-    _fields_ = (
-        ("id", ctypes.c_int32),
-        ("pad", ctypes.c_int32),
-        ("value", ctypes.c_int32),
-        ("rest", ctypes.c_int32 * 15),
-    )
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint32 * 3),
-        ("block", ctypes.c_uint32 * 3),
-        ("shared_bytes", ctypes.c_uint32),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("attribute_count", ctypes.c_uint32),
-    )
-
-
-class _Arguments(ctypes.Structure):
-    """The kernel's parameters, as compiler.SIGNATURE has them."""
-
-    _fields_ = (
-        ("addresses", ctypes.c_uint64 * 5),
-        ("strides", ctypes.c_int64 * 5),
-        ("batch", ctypes.c_uint32),
-        ("size_limit", ctypes.c_int64),
-    )
-
-
-_ARGUMENT_OFFSETS = (*range(0, 80, 8), _Arguments.batch.offset, _Arguments.size_limit.offset)
-_Pointers = ctypes.c_void_p * len(_ARGUMENT_OFFSETS)
-
-_early = _Attribute(id=EARLY_LAUNCH_ATTRIBUTE, value=1)
+# One block per call: CUlaunchConfig (grid, block, shared bytes, stream, attributes, their count), the kernel's parameters
+# as compiler.SIGNATURE has them, and the addresses of those.
+_BLOCK = struct.Struct("3I3II4xQQI4x 5Q5qI4xq 12Q")
+_PARAMETERS = struct.calcsize("3I3II4xQQI4x")
+_POINTERS = _PARAMETERS + 96
+_Block = ctypes.c_char * _BLOCK.size
 
 
 @functools.cache
@@ -65,14 +36,14 @@ def _launch_kernel() -> Callable[..., int]:
 
 def launch(kernel: int, grid: int, block: int, stream: int, early_launch: bool, arguments: tuple[int, ...]) -> None:
     """Launch `kernel` on `stream` of the current device. The driver copies the arguments before it returns."""
-    *words, batch, size_limit = arguments
-    values = _Arguments(tuple(words[:5]), tuple(words[5:]), batch, size_limit)
+    values = _Block()
     base = ctypes.addressof(values)
-    pointers = _Pointers(*[base + offset for offset in _ARGUMENT_OFFSETS])
-    config = _Config((grid, 1, 1), (block, 1, 1), 0, stream)
-    if early_launch:
-        config.attributes = ctypes.addressof(_early)
-        config.attribute_count = 1
-    status = _launch_kernel()(ctypes.addressof(config), kernel, ctypes.addressof(pointers), None)
+    first = base + _PARAMETERS
+    attributes = ctypes.addressof(_early_launch) if early_launch else 0
+    _BLOCK.pack_into(
+        values, 0, grid, 1, 1, block, 1, 1, 0, stream, attributes, 1 if early_launch else 0,
+        *arguments, *range(first, first + 96, 8),
+    )  # fmt: skip
+    status = _launch_kernel()(base, kernel, base + _POINTERS, None)
     if status:
         raise RuntimeError(f"launching the store failed: {driver.describe(status)}")

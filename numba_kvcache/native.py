@@ -33,15 +33,16 @@ from numba.extending import intrinsic
 # The table: int64 words, offsets in bytes.
 
 PARAMETERS = ("k", "v", "k_cache", "v_cache", "indices", "num_split", "size_limit", "stream")
-ATTRIBUTES = ("shape", "strides", "dtype", "gpu_data", "_view", "device_pointer")
+ATTRIBUTES = ("shape", "strides", "dtype", "gpu_data", "device_ctypes_pointer", "value")
 
 NAMES = 0  # interned strings: PARAMETERS, then ATTRIBUTES
-SHAPE, STRIDES, DTYPE_NAME, GPU_DATA, VIEW_NAME, POINTER = range(64, 112, 8)
+SHAPE, STRIDES, DTYPE_NAME, GPU_DATA, POINTER, VALUE = range(64, 112, 8)
 NONE = 112
 INT_TYPE = 120
-OWNED_POINTER = 128  # numba's class for memory that an array shares with its views
+OWNED_POINTER = 128  # Numba's class for memory that its own memory manager allocated
 PYTHON_ROAD = 136  # the function's original vectorcall
-ATTRIBUTE = 144  # CUlaunchAttribute, 72 bytes: early launch on
+DEVICE_COUNT = 144
+ATTRIBUTE = 152  # CUlaunchAttribute, 72 bytes: early launch on
 
 TYPES = 256  # rows: type, DLPack to_dltensor, current_stream, whether arrays of the type can be caches
 TYPE_BYTES, MAX_TYPES = 32, 16
@@ -93,7 +94,6 @@ PyLong_AsLongLongAndOverflow = types.ExternalFunction(
     "PyLong_AsLongLongAndOverflow", types.int64(types.int64, types.int64)
 )
 PyLong_AsUnsignedLongLongMask = types.ExternalFunction("PyLong_AsUnsignedLongLongMask", types.int64(types.int64))
-PyNumber_Long = types.ExternalFunction("PyNumber_Long", types.int64(types.int64))
 PyObject_GetAttr = types.ExternalFunction("PyObject_GetAttr", types.int64(types.int64, types.int64))
 PyTuple_GetItem = types.ExternalFunction("PyTuple_GetItem", types.int64(types.int64, types.int64))
 PyTuple_Size = types.ExternalFunction("PyTuple_Size", types.int64(types.int64))
@@ -101,7 +101,7 @@ PyTuple_Size = types.ExternalFunction("PyTuple_Size", types.int64(types.int64))
 launch_kernel = types.ExternalFunction(
     "numba_kvcache_launch", types.int32(types.int64, types.int64, types.int64, types.int64)
 )
-context_device = types.ExternalFunction("numba_kvcache_context_device", types.int32(types.int64))
+current_context = types.ExternalFunction("numba_kvcache_current_context", types.int32(types.int64))
 pointer_attribute = types.ExternalFunction(
     "numba_kvcache_pointer_attribute", types.int32(types.int64, types.int32, types.int64)
 )
@@ -323,8 +323,11 @@ def read_numba(array, view, scratch):
     store(view + DTYPE, dtype)
     address = read_pointer(array)
     store(view + ADDRESS, address)
-    # Null, or an address that CUDA does not know: the Python road looks at the shape, or refuses.
-    if address == 0 or pointer_attribute(scratch, DEVICE_ORDINAL, address) != 0:
+    if address == 0:
+        return False  # no memory, or not Numba's own: the Python road looks closer
+    # Numba's own memory is on the only GPU if there is only one; asking costs 0.1 us an array.
+    store(scratch, 0)
+    if load(state() + DEVICE_COUNT) != 1 and pointer_attribute(scratch, DEVICE_ORDINAL, address) != 0:
         return False
     store(view + DEVICE, load32(scratch))
     return True
@@ -381,18 +384,17 @@ def read_pointer(array):
         return 0
     address = 0
     if object_type(memory) == load(state() + OWNED_POINTER):
-        view = PyObject_GetAttr(memory, load(state() + VIEW_NAME))
-        pointer = PyObject_GetAttr(view, load(state() + POINTER)) if view != 0 else 0
-        number = PyNumber_Long(pointer) if pointer != 0 else 0
-        if number != 0:
-            address = PyLong_AsUnsignedLongLongMask(number)
-            Py_DecRef(number)
+        # A ctypes.c_void_p; its value is None for null, which is no integer.
+        pointer = PyObject_GetAttr(memory, load(state() + POINTER))
+        value = PyObject_GetAttr(pointer, load(state() + VALUE)) if pointer != 0 else 0
+        if value != 0 and object_type(value) == load(state() + INT_TYPE):
+            address = PyLong_AsUnsignedLongLongMask(value)
+        if value != 0:
+            Py_DecRef(value)
         else:
             PyErr_Clear()
         if pointer != 0:
             Py_DecRef(pointer)
-        if view != 0:
-            Py_DecRef(view)
     Py_DecRef(memory)
     return address
 
@@ -498,12 +500,11 @@ def launch_plan(plan, batch, size_limit, stream, frame):
     store(arguments + 88, size_limit)
     for i in range(12):
         store(frame + POINTERS + 8 * i, arguments + 8 * i)
-    kernel, block, groups, parts = load(plan + 16), load(plan + 24), load(plan + 32), load(plan + 40)
-    attributes = load(plan + 48)
-    store32(config, (batch * parts + groups - 1) // groups)
+    groups, attributes = load(plan + PLAN_GROUPS), load(plan + PLAN_ATTRIBUTES)
+    store32(config, (batch * load(plan + PLAN_PARTS) + groups - 1) // groups)
     store32(config + 4, 1)
     store32(config + 8, 1)
-    store32(config + 12, block)
+    store32(config + 12, load(plan + PLAN_BLOCK))
     store32(config + 16, 1)
     store32(config + 20, 1)
     store32(config + 24, 0)
@@ -512,7 +513,7 @@ def launch_plan(plan, batch, size_limit, stream, frame):
     store32(config + 48, 1 if attributes != 0 else 0)
     # The launch blocks while the stream's queue is full, and what drains the queue may need the GIL.
     thread = PyEval_SaveThread()
-    status = launch_kernel(config, kernel, frame + POINTERS, 0)
+    status = launch_kernel(config, load(plan + PLAN_KERNEL), frame + POINTERS, 0)
     PyEval_RestoreThread(thread)
     return status == 0
 
@@ -560,14 +561,12 @@ def serve(args, count, names):
     for i in range(5):
         if load(views + VIEW_BYTES * i + DEVICE) != device:
             return False
-    store(scratch, -1)
-    if context_device(scratch) != 0 or load32(scratch) != device:
-        return False  # another device is current, or none: the Python road switches and switches back
-
     first, second = plan_key(k, v, k_cache, v_cache, indices, num_split)
     plan = find_plan(first, second)
     if plan == 0:
         return False
+    if current_context(scratch) != 0 or load(scratch) != load(plan + PLAN_CONTEXT):
+        return False  # another context is current, or none: the Python road switches and switches back
 
     stream = load(slots + 56)
     handle = 0
