@@ -85,7 +85,7 @@ def check_store(
 @functools.lru_cache(maxsize=4096)
 def _check_facts(
     k_facts: Any, v_facts: Any, k_cache_facts: Any, v_cache_facts: Any, indices_facts: Any, num_split: int, limit: int
-) -> tuple[int, int, tuple[int, int], tuple[int, ...], int, int] | None:
+) -> tuple[int, int, tuple[int, ...], tuple[int, ...], int, int] | None:
     """All checks that need no address; None for an empty batch.
 
     Returns (batch, size limit, row bytes of K and V, four row strides, index stride, index bits).

@@ -20,8 +20,8 @@ EARLY_LAUNCH_ATTRIBUTE = 6
 # CUlaunchAttribute: id, then a union of 64 bytes at offset 8.
 _early_launch = ctypes.create_string_buffer(struct.pack("i4xi60x", EARLY_LAUNCH_ATTRIBUTE, 1), 72)
 
-# One block per call: CUlaunchConfig (grid, block, shared bytes, stream, attributes, their count), the kernel's parameters
-# as compiler.SIGNATURE has them, and the addresses of those.
+# One block per call: CUlaunchConfig (grid, block, shared bytes, stream, attributes, their count), the parameters as
+# compiler.SIGNATURE has them, and the addresses of those.
 _BLOCK = struct.Struct("3I3II4xQQI4x 5Q5qI4xq 12Q")
 _PARAMETERS = struct.calcsize("3I3II4xQQI4x")
 _POINTERS = _PARAMETERS + 96

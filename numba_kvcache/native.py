@@ -50,11 +50,10 @@ TYPE_BYTES, MAX_TYPES = 32, 16
 DTYPES = TYPES + TYPE_BYTES * MAX_TYPES  # rows: numpy dtype object, DLPack dtype word
 DTYPE_BYTES, MAX_DTYPES = 16, 32
 
-PLANS = (
-    DTYPES + DTYPE_BYTES * MAX_DTYPES
-)  # open addressing: two key words, kernel, block, groups, parts, attributes, used
-PLAN_BYTES, MAX_PLANS = 64, 512
-PLAN_USED = 56
+# Open addressing; rows: two key words, then these.
+PLANS = DTYPES + DTYPE_BYTES * MAX_DTYPES
+PLAN_BYTES, MAX_PLANS = 80, 512
+PLAN_KERNEL, PLAN_CONTEXT, PLAN_BLOCK, PLAN_GROUPS, PLAN_PARTS, PLAN_ATTRIBUTES, PLAN_USED = range(16, 72, 8)
 
 STATE_BYTES = PLANS + PLAN_BYTES * MAX_PLANS
 
