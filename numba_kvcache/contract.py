@@ -75,7 +75,7 @@ def check_store(
     v_bits = v.address | v_cache.address | v_stride | v_cache_stride | 16
     if (k_bits | v_bits) & 3:
         _refuse_alignment((k, v, k_cache, v_cache), strides)
-    key = PlanKey(*row_bytes, k_bits & -k_bits, v_bits & -v_bits, num_split, index_bits, k_cache.device)
+    key = PlanKey(row_bytes[0], row_bytes[1], k_bits & -k_bits, v_bits & -v_bits, num_split, index_bits, k_cache.device)
     addresses = (k.address, v.address, k_cache.address, v_cache.address, indices.address)
     return StoreRequest(batch, key, (*addresses, *strides, index_stride, batch, size_limit))
 
