@@ -23,33 +23,36 @@ I32, I64 = ir.IntType(32), ir.IntType(64)
 GLOBAL = 1  # the NVPTX address space; a generic address would cost a conversion and lose `ld.global`
 
 
-def row_access(row: RowLayout, chunks: int) -> tuple[Any, Any]:
+def row_access(row: RowLayout, chunks: int, bypass_l1: bool) -> tuple[Any, Any]:
     """Make the two words that move one thread's share of a row.
 
-    `load_row(address, first)` returns a tuple of uint32: vectors `first`, `first + threads`, ... of the row at
-    `address`. `store_row(address, first, words)` is its inverse. Vectors past the row's end are neither read nor
-    written; `chunks` is how many parts and steps cover the row, which tells how many vectors need no such test.
+    `load_row(address, first)` returns a tuple of uint32: vectors `first`, `first + threads`, ... of a row, of which
+    `first` lies at `address`. `store_row(address, first, words)` is its inverse. Vectors past the row's end are neither
+    read nor written; `chunks` is how many parts and steps cover the row, which tells how many vectors need no such test.
     """
     words = row.words
     count = words * row.loops
     whole = row.whole_loops(chunks)
     vector_type = ir.VectorType(I32, words) if words > 1 else I32
 
-    def pointer(b: ir.IRBuilder, address: ir.Value, first: ir.Value, loop: int) -> ir.Value:
-        # First to 64 bits, then the stride: a 32-bit product of slot or row with a stride would wrap.
-        offset = b.mul(b.zext(first, I64), I64(row.vector_bytes), flags=["nuw", "nsw"])
-        # The constant goes last, so that it becomes the instruction's immediate and all loops share one address.
-        address = b.add(b.add(address, offset), I64(loop * row.threads * row.vector_bytes))
+    def pointer(b: ir.IRBuilder, address: ir.Value, loop: int) -> ir.Value:
+        # The constant becomes the instruction's immediate, so that all loops share one address.
+        address = b.add(address, I64(loop * row.threads * row.vector_bytes))
         return b.inttoptr(address, ir.PointerType(vector_type, addrspace=GLOBAL))
 
     def in_row(b: ir.IRBuilder, first: ir.Value, loop: int) -> ir.Value:
         return b.icmp_unsigned("<", b.add(first, I32(loop * row.threads)), I32(row.vectors))
 
     def load_vector(b: ir.IRBuilder, where: ir.Value) -> list[ir.Value]:
+        if bypass_l1:
+            return load_past_l1(b, where, words)
         vector = b.load(where, align=row.vector_bytes)
         return [b.extract_element(vector, I32(i)) for i in range(words)] if words > 1 else [vector]
 
     def store_vector(b: ir.IRBuilder, where: ir.Value, values: list[ir.Value]) -> None:
+        if bypass_l1:
+            store_past_l1(b, where, values)
+            return
         if words == 1:
             b.store(values[0], where, align=row.vector_bytes)
             return
@@ -65,11 +68,11 @@ def row_access(row: RowLayout, chunks: int) -> tuple[Any, Any]:
             values = []
             for loop in range(row.loops):
                 if loop < whole:
-                    values += load_vector(b, pointer(b, address, first, loop))
+                    values += load_vector(b, pointer(b, address, loop))
                     continue
                 slots = [cgutils.alloca_once_value(b, I32(0)) for _ in range(words)]
                 with b.if_then(in_row(b, first, loop)):
-                    for slot, value in zip(slots, load_vector(b, pointer(b, address, first, loop)), strict=True):
+                    for slot, value in zip(slots, load_vector(b, pointer(b, address, loop)), strict=True):
                         b.store(value, slot)
                 values += [b.load(slot) for slot in slots]
             return context.make_tuple(b, sig.return_type, values)
@@ -84,15 +87,47 @@ def row_access(row: RowLayout, chunks: int) -> tuple[Any, Any]:
             for loop in range(row.loops):
                 vector = values[loop * words : (loop + 1) * words]
                 if loop < whole:
-                    store_vector(b, pointer(b, address, first, loop), vector)
+                    store_vector(b, pointer(b, address, loop), vector)
                     continue
                 with b.if_then(in_row(b, first, loop)):
-                    store_vector(b, pointer(b, address, first, loop), vector)
+                    store_vector(b, pointer(b, address, loop), vector)
             return context.get_dummy_value()
 
         return types.void(u64, u32, types.UniTuple(u32, count)), codegen
 
     return load_row, store_row
+
+
+def load_past_l1(b: ir.IRBuilder, where: ir.Value, words: int) -> list[ir.Value]:
+    """`ld.global.L1::no_allocate`, for which LLVM has no word; volatile, so that it stays below the wait."""
+    registers = ", ".join(f"${i}" for i in range(words))
+    shape = f".v{words}" if words > 1 else ""
+    result = ir.LiteralStructType([I32] * words) if words > 1 else I32
+    asm = ir.InlineAsm(
+        ir.FunctionType(result, [where.type]),
+        f"ld.global.L1::no_allocate{shape}.u32 {{{registers}}}, [${words}];"
+        if words > 1
+        else "ld.global.L1::no_allocate.u32 $0, [$1];",
+        ",".join(["=r"] * words + ["l"]),
+        side_effect=True,
+    )
+    vector = b.call(asm, [where])
+    return [b.extract_value(vector, i) for i in range(words)] if words > 1 else [vector]
+
+
+def store_past_l1(b: ir.IRBuilder, where: ir.Value, values: list[ir.Value]) -> None:
+    """`st.global.L1::no_allocate`."""
+    words = len(values)
+    registers = ", ".join(f"${i + 1}" for i in range(words))
+    asm = ir.InlineAsm(
+        ir.FunctionType(ir.VoidType(), [where.type] + [I32] * words),
+        f"st.global.L1::no_allocate.v{words}.u32 [$0], {{{registers}}};"
+        if words > 1
+        else "st.global.L1::no_allocate.u32 [$0], $1;",
+        ",".join(["l"] + ["r"] * words + ["~{memory}"]),
+        side_effect=True,
+    )
+    b.call(asm, [where, *values])
 
 
 def index_access(bits: int) -> Any:
@@ -148,5 +183,21 @@ def _statement(ptx: str) -> Any:
     return statement
 
 
-wait_primary = _statement("griddepcontrol.wait;")
+@intrinsic
+def wait_primary(typingctx, index_source, k_source, v_source):
+    """Wait until the grids before this one have finished and their writes are visible.
+
+    The addresses are operands only so that they are computed while there is time: without that, the compiler leaves
+    some 15 dependent instructions between the wait and the first load.
+    """
+
+    def codegen(context, b, sig, args):
+        signature = ir.FunctionType(ir.VoidType(), [I64] * 3)
+        ptx = "griddepcontrol.wait; // $0 $1 $2"
+        b.call(ir.InlineAsm(signature, ptx, "l,l,l,~{memory}", side_effect=True), args)
+        return context.get_dummy_value()
+
+    return types.void(u64, u64, u64), codegen
+
+
 release_dependents = _statement("griddepcontrol.launch_dependents;")

@@ -8,7 +8,7 @@ from .compiler import EARLY_LAUNCH_SINCE, loaded_kernel
 from .contract import PlanKey, StoreRequest, check_store
 from .kernel import INDEX_BITS, StoreSpec, build_kernel
 from .launch import launch
-from .layout import StoreLayout, plan_store
+from .layout import StoreLayout, plan_store, strategies
 from .settings import SIMULATED
 
 __all__ = ["can_use_store_kvcache", "store_kvcache", "warmup"]
@@ -90,7 +90,8 @@ def store_kvcache(
     try:
         plan = _plans.get(request.key) or _make_plan(request.key)
         grid = plan.layout.grid(request.batch)
-        launch(plan.kernel, grid, plan.block, handle, plan.early_launch, request.arguments)
+        kernel = plan.kernel(request.batch)
+        launch(kernel, grid, plan.block, handle, plan.early_launch, request.arguments)
     finally:
         if pushed:
             driver.pop_device()
@@ -100,12 +101,19 @@ def store_kvcache(
 
 
 class Plan(NamedTuple):
-    """What calls with one PlanKey launch."""
+    """What calls with one PlanKey launch: a kernel for each band of batches (layout.strategies)."""
 
-    kernel: int
+    bands: tuple[tuple[int, int], ...]
     layout: StoreLayout
     block: int
     early_launch: bool
+
+    def kernel(self, batch: int) -> int:
+        """The kernel for this many rows."""
+        for largest, kernel in self.bands:
+            if batch <= largest:
+                return kernel
+        raise ValueError(f"no kernel serves a batch of {batch} rows")
 
 
 _plans: dict[PlanKey, Plan] = {}
@@ -113,13 +121,16 @@ _plans: dict[PlanKey, Plan] = {}
 
 def _make_plan(key: PlanKey) -> Plan:
     """Compile and load, on the current device, which is the key's; remembered here and by the fast road."""
-    spec = StoreSpec(_layout(key), key.index_bits, use_early_launch(key.device))
-    layout = spec.layout
-    plan = Plan(loaded_kernel(spec, key.device), layout, layout.block, spec.early_launch)
+    layout = _layout(key)
+    early_launch = use_early_launch(key.device)
+    bands = tuple(
+        (largest, loaded_kernel(StoreSpec(layout, key.index_bits, early_launch, strategy), key.device))
+        for largest, strategy in strategies(layout, driver.sm_count(key.device), early_launch)
+    )
+    plan = Plan(bands, layout, layout.block, early_launch)
     if _plans.setdefault(key, plan) is plan:
-        function = driver.kernel_function(plan.kernel)
-        context = driver.current_context()
-        fast_road.remember_plan(key, function, context, plan.block, layout.groups, layout.parts, plan.early_launch)
+        functions = tuple((largest, driver.kernel_function(kernel)) for largest, kernel in bands)
+        fast_road.remember_plan(key, driver.current_context(), functions, layout, early_launch)
         fast_road.start()
     return plan
 

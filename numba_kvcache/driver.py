@@ -24,6 +24,7 @@ __all__ = [
     "procedure",
     "push_device",
     "relaxed_capture",
+    "sm_count",
 ]
 
 
@@ -94,6 +95,14 @@ def compute_capability(device: int) -> tuple[int, int]:
         check(cu.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle)),
         check(cu.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle)),
     )
+
+
+@functools.cache
+def sm_count(device: int) -> int:
+    """Streaming multiprocessors of `device`."""
+    initialise()
+    handle = check(cu.cuDeviceGet(device))
+    return int(check(cu.cuDeviceGetAttribute(cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, handle)))
 
 
 @functools.cache

@@ -18,6 +18,7 @@ import numpy as np
 from numba import cfunc, types
 
 from . import driver, native, settings
+from .layout import StoreLayout
 
 __all__ = ["attach", "compile_entry", "remember_plan", "remember_type", "start", "status", "wait", "ways"]
 
@@ -81,27 +82,28 @@ def _way_to_read(kind: type) -> tuple[str, int | None, int]:
 
 
 def remember_plan(
-    key: tuple[int, ...], kernel: int, context: int, block: int, groups: int, parts: int, early_launch: bool
+    key: tuple[int, ...], context: int, bands: tuple[tuple[int, int], ...], layout: StoreLayout, early_launch: bool
 ) -> None:
     """Let calls with this key (contract.PlanKey), made while `context` is current, take the fast road.
 
-    `kernel` is a CUfunction of that context: launching one costs 0.15 us less than a CUkernel, which fits any.
+    `bands` are (largest batch, CUfunction of that context): launching one costs 0.15 us less than a CUkernel, which
+    fits any context.
     """
     with _lock:
         first, second = _key_words(*key)
-        if first < 0:
+        if first < 0 or len(bands) > native.MAX_BANDS:
             return
-        attributes = _state.ctypes.data + native.ATTRIBUTE if early_launch else 0
         used = int(np.count_nonzero(_state[(native.PLANS + native.PLAN_USED) // 8 :: native.PLAN_BYTES // 8]))
         if used >= native.MAX_PLANS // 2:  # half full: the search stays short, and the Python road serves the rest
             return
         slot = _python_plan_home(first, second)
         while _state[(native.PLANS + native.PLAN_BYTES * slot + native.PLAN_USED) // 8]:
             slot = (slot + 1) % native.MAX_PLANS
-        _write(
-            native.PLANS + native.PLAN_BYTES * slot, first, second, kernel, context, block, groups, parts, attributes
-        )
-        _write(native.PLANS + native.PLAN_BYTES * slot + native.PLAN_USED, 1)
+        row = native.PLANS + native.PLAN_BYTES * slot
+        attributes = _state.ctypes.data + native.ATTRIBUTE if early_launch else 0
+        _write(row, first, second, context, layout.block, layout.groups, layout.parts, attributes)
+        _write(row + native.PLAN_BANDS, *(word for band in bands for word in band))
+        _write(row + native.PLAN_USED, 1)
 
 
 def _key_words(

@@ -15,8 +15,7 @@ from typing import Any
 
 from numba import cuda
 
-from . import layout as layouts
-from .layout import StoreLayout
+from .layout import PLAIN, StoreLayout, Strategy, plan_store
 from .settings import SIMULATED
 
 if SIMULATED:
@@ -45,6 +44,7 @@ class StoreSpec:
     layout: StoreLayout
     index_bits: int
     early_launch: bool
+    strategy: Strategy = PLAIN
 
     @property
     def name(self) -> str:
@@ -54,7 +54,10 @@ class StoreSpec:
         if v != k:
             rows += f"_{v.row_bytes}x{v.vector_bytes}"
         shape = f"t{self.layout.threads}_p{self.layout.parts}"
-        return f"store_kvcache_{rows}_{shape}_i{self.index_bits}{'_pdl' if self.early_launch else ''}"
+        name = f"store_kvcache_{rows}_{shape}_i{self.index_bits}{'_pdl' if self.early_launch else ''}"
+        if self.strategy.release_first:
+            name += "_rf"
+        return name + ("_nl1" if self.strategy.bypass_l1 else "")
 
 
 def make_store_kernel(
@@ -100,21 +103,21 @@ def make_store_kernel(
     """
     if index_dtype not in INDEX_BITS:
         raise ValueError(f"index_dtype must be one of {', '.join(INDEX_BITS)}, got {index_dtype!r}")
-    if alignment not in layouts.VECTOR_BYTES:
-        raise ValueError(f"alignment must be one of {', '.join(map(str, layouts.VECTOR_BYTES))}, got {alignment!r}")
-    layout = layouts.plan_store(element_bytes, v_element_bytes, num_split, alignment, alignment)
+    layout = plan_store(element_bytes, v_element_bytes, num_split, alignment, alignment)
     return build_kernel(StoreSpec(layout, INDEX_BITS[index_dtype], early_launch))
 
 
 @functools.lru_cache(maxsize=1024)
 def build_kernel(spec: StoreSpec) -> Any:
     """The dispatcher for `spec`; see make_store_kernel for its arguments."""
-    layout, early_launch = spec.layout, spec.early_launch
+    layout, early_launch, bypass_l1 = spec.layout, spec.early_launch, spec.strategy.bypass_l1
+    release_first, release_late = spec.strategy.release_first, not spec.strategy.release_first
     threads, parts, steps, groups = layout.threads, layout.parts, layout.steps, layout.groups
     idle_threads = layout.idle_threads > 0
     k_step, v_step = layout.k.step_vectors, layout.v.step_vectors
-    load_k, store_k = row_access(layout.k, parts * steps)
-    load_v, store_v = row_access(layout.v, parts * steps)
+    k_vector_bytes, v_vector_bytes = layout.k.vector_bytes, layout.v.vector_bytes
+    load_k, store_k = row_access(layout.k, parts * steps, bypass_l1)
+    load_v, store_v = row_access(layout.v, parts * steps, bypass_l1)
     load_index = index_access(spec.index_bits)
     check_slot = assertion("0 <= index && index < size_limit", "numba_kvcache/kernel.py", _CHECK_LINE, "store_kvcache")
 
@@ -134,33 +137,41 @@ def build_kernel(spec: StoreSpec) -> Any:
         if idle_threads and local >= u32(groups):
             return
 
+        # This thread's first vector of each row; the later ones follow at constant distances.
+        k_first = u32(u32(part * u32(steps * k_step)) + lane)
+        v_first = u32(u32(part * u32(steps * v_step)) + lane)
+        k_offset = u64(u64(k_first) * u64(k_vector_bytes))
+        v_offset = u64(u64(v_first) * u64(v_vector_bytes))
+        # Rows and slots are widened before they meet a stride: caches go far past 4 GiB.
+        index_source = u64(indices + u64(i64(row) * index_stride))
+        k_source = u64(u64(k + u64(i64(row) * k_stride)) + k_offset)
+        v_source = u64(u64(v + u64(i64(row) * v_stride)) + v_offset)
+
+        # A dependent grid that waits, waits for our stores too, and for all that we wait for: it may come up at any
+        # time. layout.strategies says when it should.
+        if early_launch and release_first:
+            release_dependents()
         # The kernel before this one may still be writing k, v and indices: nothing is read before it has finished.
         if early_launch:
-            wait_primary()
+            wait_primary(index_source, k_source, v_source)
 
-        # Rows and slots are widened before they meet a stride: caches go far past 4 GiB.
-        index = load_index(u64(indices + u64(i64(row) * index_stride)))
-        k_row = u64(k + u64(i64(row) * k_stride))
-        v_row = u64(v + u64(i64(row) * v_stride))
-        k_slot = u64(k_cache + u64(i64(index) * k_cache_stride))
-        v_slot = u64(v_cache + u64(i64(index) * v_cache_stride))
+        index = load_index(index_source)
+        k_target = u64(u64(k_cache + u64(i64(index) * k_cache_stride)) + k_offset)
+        v_target = u64(u64(v_cache + u64(i64(index) * v_cache_stride)) + v_offset)
         in_bounds = index >= i64(0) and index < size_limit
 
         for step in range(steps):
-            chunk = u32(u32(part * u32(steps)) + u32(step))
-            k_first = u32(u32(chunk * u32(k_step)) + lane)
-            v_first = u32(u32(chunk * u32(v_step)) + lane)
+            k_at, v_at = u64(step * k_step * k_vector_bytes), u64(step * v_step * v_vector_bytes)
+            k_vector, v_vector = u32(k_first + u32(step * k_step)), u32(v_first + u32(step * v_step))
             # The row's address does not wait for its index: all loads are in flight before the first store.
-            k_words = load_k(k_row, k_first)
-            v_words = load_v(v_row, v_first)
-            # A dependent grid that waits, waits for our stores too; releasing it here hides its launch behind them
-            # (3 to 10 % on small batches, H200).
-            if early_launch and step == steps - 1:
+            k_words = load_k(u64(k_source + k_at), k_vector)
+            v_words = load_v(u64(v_source + v_at), v_vector)
+            if early_launch and release_late and step == steps - 1:
                 release_dependents()
             check_slot(in_bounds)
             if in_bounds:
-                store_k(k_slot, k_first, k_words)
-                store_v(v_slot, v_first, v_words)
+                store_k(u64(k_target + k_at), k_vector, k_words)
+                store_v(u64(v_target + v_at), v_vector, v_words)
 
     kernel = cuda.jit(store_kvcache)
     kernel.layout = layout

@@ -52,8 +52,9 @@ DTYPE_BYTES, MAX_DTYPES = 16, 32
 
 # Open addressing; rows: two key words, then these.
 PLANS = DTYPES + DTYPE_BYTES * MAX_DTYPES
-PLAN_BYTES, MAX_PLANS = 80, 512
-PLAN_KERNEL, PLAN_CONTEXT, PLAN_BLOCK, PLAN_GROUPS, PLAN_PARTS, PLAN_ATTRIBUTES, PLAN_USED = range(16, 72, 8)
+PLAN_BYTES, MAX_PLANS = 128, 512
+PLAN_CONTEXT, PLAN_BLOCK, PLAN_GROUPS, PLAN_PARTS, PLAN_ATTRIBUTES, PLAN_USED, PLAN_BANDS = range(16, 72, 8)
+MAX_BANDS = 4  # pairs: largest batch, kernel
 
 STATE_BYTES = PLANS + PLAN_BYTES * MAX_PLANS
 
@@ -489,6 +490,15 @@ def find_plan(first, second):
 
 
 @njit
+def plan_kernel(plan, batch):
+    """The kernel of the first band that holds this many rows; the last band has no bound."""
+    band = plan + PLAN_BANDS
+    while load(band) < batch:
+        band += 16
+    return load(band + 8)
+
+
+@njit
 def launch_plan(plan, batch, size_limit, stream, frame):
     """Fill the parameter block and launch; True if the driver took it. The stack is this call's own."""
     views, arguments, config = frame + VIEWS, frame + ARGUMENTS, frame + CONFIG
@@ -499,6 +509,7 @@ def launch_plan(plan, batch, size_limit, stream, frame):
     store(arguments + 88, size_limit)
     for i in range(12):
         store(frame + POINTERS + 8 * i, arguments + 8 * i)
+    kernel = plan_kernel(plan, batch)
     groups, attributes = load(plan + PLAN_GROUPS), load(plan + PLAN_ATTRIBUTES)
     store32(config, (batch * load(plan + PLAN_PARTS) + groups - 1) // groups)
     store32(config + 4, 1)
@@ -512,7 +523,7 @@ def launch_plan(plan, batch, size_limit, stream, frame):
     store32(config + 48, 1 if attributes != 0 else 0)
     # The launch blocks while the stream's queue is full, and what drains the queue may need the GIL.
     thread = PyEval_SaveThread()
-    status = launch_kernel(config, load(plan + PLAN_KERNEL), frame + POINTERS, 0)
+    status = launch_kernel(config, kernel, frame + POINTERS, 0)
     PyEval_RestoreThread(thread)
     return status == 0
 

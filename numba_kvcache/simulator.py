@@ -28,13 +28,13 @@ def i64(value: int) -> int:
     return (int(value) + 2**63) % 2**64 - 2**63
 
 
-def row_access(row: RowLayout, chunks: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def row_access(row: RowLayout, chunks: int, bypass_l1: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """See device.row_access."""
     vector = ctypes.c_uint32 * row.words
 
     def vectors(address: int, first: int) -> list[ctypes.Array[ctypes.c_uint32]]:
         share = range(first, min(first + row.step_vectors, row.vectors), row.threads)
-        return [vector.from_address(address + i * row.vector_bytes) for i in share]
+        return [vector.from_address(address + (i - first) * row.vector_bytes) for i in share]
 
     def load_row(address: int, first: int) -> list[tuple[int, ...]]:
         return [tuple(words) for words in vectors(address, first)]
@@ -66,7 +66,7 @@ def assertion(expression: str, file: str, line: int, function: str) -> Callable[
     return check
 
 
-def wait_primary() -> None:
+def wait_primary(index_source: int, k_source: int, v_source: int) -> None:
     """Nothing to wait for: the simulator runs one kernel at a time."""
 
 
