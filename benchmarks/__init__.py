@@ -1,0 +1,1 @@
+"""What bench.py runs: shapes of real models, every store checked before it is timed, peers measured the same way."""

@@ -1,0 +1,31 @@
+"""The yardstick for large batches: one device-to-device memcpy of as many bytes as K and V have."""
+
+from collections.abc import Callable
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+from numba_kvcache.driver import check
+
+from ..gpu import address
+from ..shapes import Cell
+from . import Peer
+
+__all__ = ["load"]
+
+
+def load(cells: tuple[Cell, ...], early_launch: bool) -> Peer:
+    """See Peer."""
+    return Peer("memcpy", _bind, stores=False)
+
+
+def _bind(cell: Cell, a: Any, stream: int) -> Callable[[], None]:
+    # V follows K, and v_cache follows k_cache; targets rotate over both caches, as the stores' slots do.
+    room = a.k_cache.nbytes + a.v_cache.nbytes - cell.source_bytes
+    offset = a.number * cell.source_bytes % (room + 16) & ~15
+    target, source, size = cu.CUdeviceptr(address(a.k_cache) + offset), cu.CUdeviceptr(address(a.k)), cell.source_bytes
+
+    def call() -> None:
+        check(cu.cuMemcpyDtoDAsync(target, source, size, cu.CUstream(stream)))
+
+    return call

@@ -1,0 +1,179 @@
+"""disk_cache.py: a damaged, foreign or unsafe cache is a miss and never an exception."""
+
+import os
+import threading
+
+import pytest
+
+from numba_kvcache import disk_cache, settings
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="owner and mode bits are POSIX")
+
+CONTENT = bytes(range(256)) * 40
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "made" / "on demand"
+
+
+def only_file(folder):
+    (path,) = folder.iterdir()
+    return path
+
+
+def test_round_trip(folder):
+    assert disk_cache.load(folder, "a") is None
+    assert disk_cache.save(folder, "a", CONTENT)
+    assert disk_cache.load(folder, "a") == CONTENT
+    assert disk_cache.load(folder, "b") is None
+
+
+def test_folder_is_made_private_and_leaves_no_temporary_file(folder):
+    disk_cache.save(folder, "a", CONTENT)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert only_file(folder).suffix == ".cubin"
+
+
+def test_later_content_replaces_earlier(folder):
+    disk_cache.save(folder, "a", b"first")
+    disk_cache.save(folder, "a", CONTENT)
+    assert disk_cache.load(folder, "a") == CONTENT
+
+
+@pytest.mark.parametrize("kept", [0, 1, 31, 32, 33, len(CONTENT) + 31])
+def test_truncated_file(folder, kept):
+    disk_cache.save(folder, "a", CONTENT)
+    path = only_file(folder)
+    path.write_bytes(path.read_bytes()[:kept])
+    assert disk_cache.load(folder, "a") is None
+    assert disk_cache.save(folder, "a", CONTENT)
+    assert disk_cache.load(folder, "a") == CONTENT
+
+
+@pytest.mark.parametrize("at", [0, 31, 32, 5000])
+def test_flipped_bit(folder, at):
+    disk_cache.save(folder, "a", CONTENT)
+    path = only_file(folder)
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    assert disk_cache.load(folder, "a") is None
+
+
+def test_swapped_files(folder):
+    """Whole, sound content under another key's name is another kernel."""
+    disk_cache.save(folder, "a", b"kernel of a")
+    path_a = only_file(folder)
+    disk_cache.save(folder, "b", b"kernel of b")
+    (path_b,) = set(folder.iterdir()) - {path_a}
+    path_b.write_bytes(path_a.read_bytes())
+    assert disk_cache.load(folder, "b") is None
+    assert disk_cache.load(folder, "a") == b"kernel of a"
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF" + CONTENT])
+def test_foreign_file(folder, content):
+    disk_cache.save(folder, "a", CONTENT)
+    only_file(folder).write_bytes(content)
+    assert disk_cache.load(folder, "a") is None
+
+
+def test_folder_in_the_files_place(folder):
+    disk_cache.save(folder, "a", CONTENT)
+    path = only_file(folder)
+    path.unlink()
+    path.mkdir()
+    assert disk_cache.load(folder, "a") is None
+    assert not disk_cache.save(folder, "a", CONTENT)
+    assert only_file(folder) == path  # no temporary file stays behind
+
+
+def test_file_in_the_folders_place(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_bytes(b"in the way")
+    for folder in (blocked, blocked / "below"):
+        assert not disk_cache.save(folder, "a", CONTENT)
+        assert disk_cache.load(folder, "a") is None
+    assert blocked.read_bytes() == b"in the way"
+
+
+@pytest.mark.parametrize("broken", ["mkdir", "mkstemp", "replace"])
+def test_unwritable_or_full(folder, monkeypatch, broken):
+    """(Run as root, no permission bit stops a write; so each step fails on its own.)"""
+
+    def fail(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    owner = {"mkdir": type(folder), "mkstemp": disk_cache.tempfile, "replace": disk_cache.os}[broken]
+    monkeypatch.setattr(owner, broken, fail)
+    assert not disk_cache.save(folder, "a", CONTENT)
+    assert disk_cache.load(folder, "a") is None
+    assert not folder.exists() or list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o720])
+def test_folder_that_others_may_write(folder, mode):
+    disk_cache.save(folder, "a", CONTENT)
+    folder.chmod(mode)
+    assert disk_cache.load(folder, "a") is None
+    assert not disk_cache.save(folder, "b", CONTENT)
+    folder.chmod(0o755)  # readable by others is fine
+    assert disk_cache.load(folder, "a") == CONTENT
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_folder_of_another_user(folder, monkeypatch):
+    disk_cache.save(folder, "a", CONTENT)
+    monkeypatch.setattr(disk_cache.os, "getuid", lambda: folder.stat().st_uid + 1)
+    assert disk_cache.load(folder, "a") is None
+    assert not disk_cache.save(folder, "b", CONTENT)
+
+
+def test_no_folder():
+    assert disk_cache.load(None, "a") is None
+    assert not disk_cache.save(None, "a", CONTENT)
+
+
+def test_concurrent_writers_and_readers(folder):
+    """A reader sees nothing or one writer's whole content."""
+    contents = [bytes([i]) * 100_000 for i in range(4)]
+    seen, stop = set(), threading.Event()
+
+    def read():
+        while not stop.is_set():
+            seen.add(disk_cache.load(folder, "a"))
+
+    def write(content):
+        for _ in range(25):
+            assert disk_cache.save(folder, "a", content)
+
+    reader = threading.Thread(target=read)
+    writers = [threading.Thread(target=write, args=(content,)) for content in contents]
+    reader.start()
+    for thread in writers:
+        thread.start()
+    for thread in writers:
+        thread.join()
+    stop.set()
+    reader.join()
+    assert seen <= {None, *contents}
+    assert disk_cache.load(folder, "a") in contents
+    assert only_file(folder).suffix == ".cubin"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"NUMBA_KVCACHE_CACHE_DIR": "/there"}, "/there"),
+        ({"NUMBA_KVCACHE_CACHE_DIR": ""}, "None"),
+        ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/numba_kvcache"),
+        ({"HOME": "/home/someone"}, "/home/someone/.cache/numba_kvcache"),
+    ],
+)
+def test_where_the_folder_is(variables, expected, monkeypatch):
+    for name in ("NUMBA_KVCACHE_CACHE_DIR", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert str(settings.cache_folder.__wrapped__()) == expected
