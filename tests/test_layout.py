@@ -5,8 +5,9 @@ import pytest
 from numba_kvcache import can_use_store_kvcache
 from numba_kvcache.layout import PLAIN, Strategy, plan_store, strategies
 
-# The widths heads have, the narrowest, odd ones, ones just past a power of two, and far wider than any block.
-ROW_BYTES = (4, 8, 12, 92, 128, 192, 196, 200, 256, 512, 516, 1024, 1152, 2048, 4096, 8192, 65536)
+# The widths heads have, the narrowest, odd ones, ones just past a power of two (2052 and 16388: several steps or parts,
+# the last one ragged), and far wider than any block.
+ROW_BYTES = (4, 8, 12, 92, 128, 192, 196, 200, 256, 512, 516, 1024, 1152, 2048, 2052, 4096, 8192, 16388, 65536)
 ALIGNMENTS = (16, 8, 4)
 MULTIPLE = {0: 4, 1: 4, 2: 256, 4: 512}
 

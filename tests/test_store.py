@@ -25,8 +25,8 @@ pytestmark = needs_kernels
 SLOTS = [9, 0, 4, 7, 2]
 
 
-# The narrowest row, rows that are no power of two, one wider than a block's vectors, one of several steps or parts.
-@pytest.mark.parametrize("row_bytes", [4, 8, 12, 92, 128, 196, 256, 516, 1024, 8192])
+# The narrowest row, rows that are no power of two, one wider than a block's vectors, some of several steps or parts.
+@pytest.mark.parametrize("row_bytes", [4, 8, 12, 92, 128, 196, 256, 516, 1024, 8192, 16388])
 @pytest.mark.parametrize("batch", [1, 5])
 def test_row_widths(row_bytes, batch):
     store_and_check(*make_rows(batch, 11, row_bytes), SLOTS[:batch])
@@ -34,7 +34,7 @@ def test_row_widths(row_bytes, batch):
 
 @pytest.mark.parametrize(
     ("row_bytes", "split"),
-    [(4, 1), (516, 1), (1024, 1), (8192, 1), (256, 2), (1024, 2), (512, 4), (2048, 4), (8192, 4)],
+    [(4, 1), (516, 1), (1024, 1), (2052, 1), (8192, 1), (256, 2), (1024, 2), (512, 4), (2048, 4), (8192, 4)],
 )
 def test_splits(row_bytes, split):
     store_and_check(*make_rows(3, 7, row_bytes), [6, 0, 3], num_split=split)
