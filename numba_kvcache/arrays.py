@@ -25,25 +25,69 @@ import numpy as np
 from . import driver
 from .settings import SIMULATED
 
-__all__ = ["SIMULATED_DEVICE", "ArrayView", "current_stream", "never_readonly", "read_array", "stream_handle"]
+__all__ = [
+    "SIMULATED_DEVICE",
+    "ArrayFacts",
+    "ArrayView",
+    "current_stream",
+    "never_readonly",
+    "read_array",
+    "stream_handle",
+]
 
 SIMULATED_DEVICE = -1
 
 
-class ArrayView(NamedTuple):
-    """What the rest of the package knows of an array. (A tuple: five are made per call, at half a dataclass's cost.)
+class ArrayFacts(NamedTuple):
+    """All but the address of an array.
 
     `dtype` is a name that is equal for equal types of all libraries, e.g. "bfloat16". `strides` are in bytes.
     `device` is a CUDA ordinal, or SIMULATED_DEVICE.
     """
 
-    address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
     itemsize: int
     device: int
     readonly: bool
+
+
+class ArrayView(NamedTuple):
+    """What the rest of the package knows of an array. (Tuples: five are made per call, at half a dataclass's cost.)"""
+
+    address: int
+    facts: ArrayFacts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements per dimension."""
+        return self.facts.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from element to element, per dimension."""
+        return self.facts.strides
+
+    @property
+    def dtype(self) -> str:
+        """Name of the element type."""
+        return self.facts.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.facts.itemsize
+
+    @property
+    def device(self) -> int:
+        """CUDA ordinal."""
+        return self.facts.device
+
+    @property
+    def readonly(self) -> bool:
+        """Whether writing is refused."""
+        return self.facts.readonly
 
 
 Reader = Callable[[str, Any, int], ArrayView]
@@ -105,14 +149,14 @@ def _read_torch(name: str, tensor: Any, stream: int) -> ArrayView:
         address, strides = tensor.data_ptr(), tensor.stride()
     except RuntimeError as error:  # sparse, fake and functional tensors own no memory
         raise ValueError(f"{name} is a torch tensor without plain strided memory: {error}") from error
-    return ArrayView(address, *_torch_facts(tensor.shape, strides, tensor.dtype, device))
+    return ArrayView(address, _torch_facts(tensor.shape, strides, tensor.dtype, device))
 
 
 @functools.lru_cache(maxsize=4096)
-def _torch_facts(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, device: int) -> tuple[Any, ...]:
+def _torch_facts(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, device: int) -> ArrayFacts:
     """What a view holds besides its address. (Cached, as is _numpy_facts: a third of the reading's cost.)"""
     name, itemsize = str(dtype).removeprefix("torch."), dtype.itemsize
-    return tuple(shape), tuple([stride * itemsize for stride in strides]), name, itemsize, device, False
+    return ArrayFacts(tuple(shape), tuple([stride * itemsize for stride in strides]), name, itemsize, device, False)
 
 
 def _read_simulated(name: str, array: Any, stream: int) -> ArrayView:
@@ -120,29 +164,34 @@ def _read_simulated(name: str, array: Any, stream: int) -> ArrayView:
         raise ValueError(f"{name} is a masked array; pass its data and leave masked rows out of the batch")
     return ArrayView(
         array.ctypes.data,
-        tuple(array.shape),
-        tuple(array.strides),
-        str(array.dtype),
-        array.dtype.itemsize,
-        SIMULATED_DEVICE,
-        readonly=not array.flags.writeable,
+        ArrayFacts(
+            tuple(array.shape),
+            tuple(array.strides),
+            str(array.dtype),
+            array.dtype.itemsize,
+            SIMULATED_DEVICE,
+            readonly=not array.flags.writeable,
+        ),
     )
 
 
 def _read_numba(name: str, array: Any, stream: int) -> ArrayView:
     address = array.device_ctypes_pointer.value
     device = _device_of(name, address, array.shape)
-    return ArrayView(address or 0, *_numpy_facts(array.shape, array.strides, array.dtype, device))
+    facts = _numpy_facts(array.shape, array.strides, array.dtype, device)
+    if isinstance(array, np.ndarray):  # mapped and managed memory, which the host can lock
+        facts = facts._replace(readonly=not array.flags.writeable)
+    return ArrayView(address or 0, facts)
 
 
 def _read_cupy(name: str, array: Any, stream: int) -> ArrayView:
     data = array.data
-    return ArrayView(data.ptr, *_numpy_facts(array.shape, array.strides, array.dtype, data.device_id))
+    return ArrayView(data.ptr, _numpy_facts(array.shape, array.strides, array.dtype, data.device_id))
 
 
 @functools.lru_cache(maxsize=4096)
-def _numpy_facts(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, device: int) -> tuple[Any, ...]:
-    return shape, strides, str(dtype), dtype.itemsize, device, False
+def _numpy_facts(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, device: int) -> ArrayFacts:
+    return ArrayFacts(shape, strides, str(dtype), dtype.itemsize, device, False)
 
 
 def _read_cuda_array_interface(name: str, array: Any, stream: int) -> ArrayView:
@@ -155,12 +204,14 @@ def _read_cuda_array_interface(name: str, array: Any, stream: int) -> ArrayView:
     address, readonly = interface["data"]
     return ArrayView(
         address or 0,
-        shape,
-        tuple(strides) if strides is not None else _dense_strides(shape, itemsize),
-        dtype,
-        itemsize,
-        _device_of(name, address, shape),
-        readonly,
+        ArrayFacts(
+            shape,
+            tuple(strides) if strides is not None else _dense_strides(shape, itemsize),
+            dtype,
+            itemsize,
+            _device_of(name, address, shape),
+            readonly,
+        ),
     )
 
 
@@ -268,12 +319,14 @@ def _read_dlpack(name: str, array: Any, stream: int) -> ArrayView:
         strides = _dense_strides(shape, itemsize)
     return ArrayView(
         (tensor.data or 0) + tensor.byte_offset,
-        shape,
-        strides,
-        _dlpack_dtype_name(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes),
-        itemsize,
-        device,
-        bool(flags & _DL_READ_ONLY),
+        ArrayFacts(
+            shape,
+            strides,
+            _dlpack_dtype_name(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes),
+            itemsize,
+            device,
+            bool(flags & _DL_READ_ONLY),
+        ),
     )
 
 

@@ -9,13 +9,13 @@ import functools
 import operator
 from typing import Any, NamedTuple
 
-from .arrays import ArrayView
+from .arrays import ArrayFacts, ArrayView
 from .kernel import INDEX_BITS
 from .layout import check_row_bytes, check_split
 
 __all__ = ["MAX_BATCH", "PlanKey", "StoreRequest", "check_store"]
 
-# The launch counts groups of threads in 32 bits, as the grid does; 2**31 rows of one word are 8 GiB of K.
+# The kernel counts groups of threads in 32 bits, and the grid has as many blocks; 2**31 rows of one word are 8 GiB.
 MAX_BATCH = 2**31 - 1
 
 ROW_ARRAYS = ("k", "v", "k_cache", "v_cache")
@@ -62,41 +62,60 @@ def check_store(
     ValueError
         Shapes, strides, alignment, devices, split, limit, or a read-only cache.
     """
-    num_split = _integer("num_split", num_split)
-    size_limit = _integer("size_limit", 0 if size_limit is None else size_limit)
-    facts = _check_facts(k[1:], v[1:], k_cache[1:], v_cache[1:], indices[1:], num_split, size_limit)
+    if type(num_split) is not int:
+        num_split = _integer("num_split", num_split)
+    if type(size_limit) is not int:
+        size_limit = _integer("size_limit", 0 if size_limit is None else size_limit)
+    facts = _check_facts(k.facts, v.facts, k_cache.facts, v_cache.facts, indices.facts, num_split, size_limit)
     if facts is None:
         return None
-    batch, size_limit, row_bytes, strides, index_stride, index_bits = facts
-    k_stride, v_stride, k_cache_stride, v_cache_stride = strides
+    k_stride, v_stride, k_cache_stride, v_cache_stride = facts.strides
     if indices.address % indices.itemsize:
         raise ValueError(f"indices must be aligned to {indices.itemsize} bytes, got address {indices.address:#x}")
     k_bits = k.address | k_cache.address | k_stride | k_cache_stride | 16
     v_bits = v.address | v_cache.address | v_stride | v_cache_stride | 16
     if (k_bits | v_bits) & 3:
-        _refuse_alignment((k, v, k_cache, v_cache), strides)
-    key = PlanKey(row_bytes[0], row_bytes[1], k_bits & -k_bits, v_bits & -v_bits, num_split, index_bits, k_cache.device)
+        _refuse_alignment((k, v, k_cache, v_cache), facts.strides)
+    alignment = (k_bits & -k_bits, v_bits & -v_bits)
+    key = facts.keys.get(alignment)
+    if key is None:
+        k_row_bytes, v_row_bytes = facts.row_bytes
+        key = PlanKey(k_row_bytes, v_row_bytes, *alignment, num_split, INDEX_BITS[indices.dtype], k_cache.device)
+        facts.keys[alignment] = key
     addresses = (k.address, v.address, k_cache.address, v_cache.address, indices.address)
-    return StoreRequest(batch, key, (*addresses, *strides, index_stride, batch, size_limit))
+    return StoreRequest(facts.batch, key, (*addresses, *facts.rest))
+
+
+class _Facts(NamedTuple):
+    """What a call comes to before its addresses are known."""
+
+    batch: int
+    row_bytes: tuple[int, int]
+    strides: tuple[int, ...]  # of the four row arrays, in bytes
+    rest: tuple[int, ...]  # the kernel's arguments after the addresses
+    keys: dict[tuple[int, int], PlanKey]  # by the alignment of K and of V
 
 
 # Decoding makes the same call over and over with other addresses. Remembering what does not depend on them takes the
 # checks from some 8 us to 1 (H200 host).
 @functools.lru_cache(maxsize=4096)
 def _check_facts(
-    k_facts: Any, v_facts: Any, k_cache_facts: Any, v_cache_facts: Any, indices_facts: Any, num_split: int, limit: int
-) -> tuple[int, int, tuple[int, ...], tuple[int, ...], int, int] | None:
-    """All checks that need no address; None for an empty batch.
-
-    Returns (batch, size limit, row bytes of K and V, four row strides, index stride, index bits).
-    """
+    k_facts: ArrayFacts,
+    v_facts: ArrayFacts,
+    k_cache_facts: ArrayFacts,
+    v_cache_facts: ArrayFacts,
+    indices_facts: ArrayFacts,
+    num_split: int,
+    limit: int,
+) -> _Facts | None:
+    """All checks that need no address; None for an empty batch."""
     all_facts = (k_facts, v_facts, k_cache_facts, v_cache_facts)
-    rows = {name: ArrayView(0, *facts) for name, facts in zip(ROW_ARRAYS, all_facts, strict=True)}
-    indices = ArrayView(0, *indices_facts)
+    rows = {name: ArrayView(0, facts) for name, facts in zip(ROW_ARRAYS, all_facts, strict=True)}
+    indices = ArrayView(0, indices_facts)
     check_split(num_split)
     _check_dtypes(rows, indices)
     _check_shapes(rows, indices)
-    row_bytes = tuple(rows[name].shape[1] * rows[name].itemsize for name in ("k", "v"))
+    row_bytes = rows["k"].shape[1] * rows["k"].itemsize, rows["v"].shape[1] * rows["v"].itemsize
     for name, width in zip(("k", "v"), row_bytes, strict=True):
         check_row_bytes(name, width, num_split)
     for name in ("k_cache", "v_cache"):
@@ -115,7 +134,7 @@ def _check_facts(
     strides = tuple(_row_stride(name, view) for name, view in rows.items())
     for name, stride in zip(ROW_ARRAYS[2:], strides[2:], strict=True):
         _check_rows_apart(name, rows[name], stride)
-    return batch, limit, row_bytes, strides, _index_stride(indices), INDEX_BITS[indices.dtype]
+    return _Facts(batch, row_bytes, strides, (*strides, _index_stride(indices), batch, limit), {})
 
 
 def _integer(name: str, value: Any) -> int:

@@ -158,21 +158,5 @@ def _statement(ptx: str) -> Any:
     return statement
 
 
-@intrinsic
-def wait_primary(typingctx, index_source, k_source, v_source):
-    """Wait until the grids before this one have finished and their writes are visible.
-
-    The addresses are operands only so that they are computed while there is time: where dependents are released first,
-    the first load then follows the wait by two instructions instead of fifteen.
-    """
-
-    def codegen(context, b, sig, args):
-        signature = ir.FunctionType(ir.VoidType(), [I64] * 3)
-        ptx = "griddepcontrol.wait; // $0 $1 $2"
-        b.call(ir.InlineAsm(signature, ptx, "l,l,l,~{memory}", side_effect=True), args)
-        return context.get_dummy_value()
-
-    return types.void(u64, u64, u64), codegen
-
-
+wait_primary = _statement("griddepcontrol.wait;")
 release_dependents = _statement("griddepcontrol.launch_dependents;")

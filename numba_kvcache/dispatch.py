@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from . import driver, fast_road, settings
 from .arrays import current_stream, never_readonly, read_array, stream_handle
 from .compiler import EARLY_LAUNCH_SINCE, loaded_kernel
-from .contract import PlanKey, StoreRequest, check_store
+from .contract import MAX_BATCH, PlanKey, StoreRequest, check_store
 from .kernel import INDEX_BITS, StoreSpec, build_kernel
 from .launch import launch
 from .layout import StoreLayout, plan_store, strategies
@@ -90,6 +90,8 @@ def store_kvcache(
     try:
         plan = _plans.get(request.key) or _make_plan(request.key)
         grid = plan.layout.grid(request.batch)
+        if request.batch * plan.layout.parts > MAX_BATCH:
+            raise ValueError(f"a batch of {request.batch} rows of this width is too large for one launch; split it")
         kernel = plan.kernel(request.batch)
         launch(kernel, grid, plan.block, handle, plan.early_launch, request.arguments)
     finally:

@@ -19,13 +19,15 @@ EARLY_LAUNCH_ATTRIBUTE = 6
 
 # CUlaunchAttribute: id, then a union of 64 bytes at offset 8.
 _early_launch = ctypes.create_string_buffer(struct.pack("i4xi60x", EARLY_LAUNCH_ATTRIBUTE, 1), 72)
+_EARLY_LAUNCH = ctypes.addressof(_early_launch)
 
-# One block per call: CUlaunchConfig (grid, block, shared bytes, stream, attributes, their count), the parameters as
+# A block holds one call: CUlaunchConfig (grid, block, shared bytes, stream, attributes, their count), the parameters as
 # compiler.SIGNATURE has them, and the addresses of those.
-_BLOCK = struct.Struct("3I3II4xQQI4x 5Q5qI4xq 12Q")
+_CALL = struct.Struct("3I3II4xQQI4x 5Q5qI4xq")
+_POINTER_TABLE = struct.Struct("12Q")
 _PARAMETERS = struct.calcsize("3I3II4xQQI4x")
-_POINTERS = _PARAMETERS + 96
-_Block = ctypes.c_char * _BLOCK.size
+_POINTERS = _CALL.size
+_Block = ctypes.c_char * (_CALL.size + _POINTER_TABLE.size)
 
 
 @functools.cache
@@ -34,16 +36,29 @@ def _launch_kernel() -> Callable[..., int]:
     return prototype(driver.procedure("cuLaunchKernelEx"))
 
 
+# Blocks that no launch is using now. Taken and returned in one bytecode each, so that threads, and finalisers that run
+# between our lines, never share one.
+_free: list[tuple[ctypes.Array[ctypes.c_char], int]] = []
+
+
+def _new_block() -> tuple[ctypes.Array[ctypes.c_char], int]:
+    block = _Block()
+    base = ctypes.addressof(block)
+    first = base + _PARAMETERS
+    _POINTER_TABLE.pack_into(block, _POINTERS, *range(first, first + 96, 8))
+    return block, base
+
+
 def launch(kernel: int, grid: int, block: int, stream: int, early_launch: bool, arguments: tuple[int, ...]) -> None:
     """Launch `kernel` on `stream` of the current device. The driver copies the arguments before it returns."""
-    values = _Block()
-    base = ctypes.addressof(values)
-    first = base + _PARAMETERS
-    attributes = ctypes.addressof(_early_launch) if early_launch else 0
-    _BLOCK.pack_into(
-        values, 0, grid, 1, 1, block, 1, 1, 0, stream, attributes, 1 if early_launch else 0,
-        *arguments, *range(first, first + 96, 8),
-    )  # fmt: skip
+    try:
+        entry = _free.pop()
+    except IndexError:
+        entry = _new_block()
+    values, base = entry
+    attributes, count = (_EARLY_LAUNCH, 1) if early_launch else (0, 0)
+    _CALL.pack_into(values, 0, grid, 1, 1, block, 1, 1, 0, stream, attributes, count, *arguments)
     status = _launch_kernel()(base, kernel, base + _POINTERS, None)
+    _free.append(entry)
     if status:
         raise RuntimeError(f"launching the store failed: {driver.describe(status)}")

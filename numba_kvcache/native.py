@@ -576,7 +576,7 @@ def serve(args, count, names):
             return False
     first, second = plan_key(k, v, k_cache, v_cache, indices, num_split)
     plan = find_plan(first, second)
-    if plan == 0:
+    if plan == 0 or batch * load(plan + PLAN_PARTS) > MAX_BATCH:
         return False
     if current_context(scratch) != 0 or load(scratch) != load(plan + PLAN_CONTEXT):
         return False  # another context is current, or none: the Python road switches and switches back

@@ -66,7 +66,7 @@ def assertion(expression: str, file: str, line: int, function: str) -> Callable[
     return check
 
 
-def wait_primary(index_source: int, k_source: int, v_source: int) -> None:
+def wait_primary() -> None:
     """Nothing to wait for: the simulator runs one kernel at a time."""
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from numba_kvcache.arrays import ArrayView
+from numba_kvcache.arrays import ArrayFacts, ArrayView
 from numba_kvcache.contract import check_store
 
 BASE = {"k": 0x10000, "v": 0x20000, "k_cache": 0x30000, "v_cache": 0x40000, "indices": 0x50000}
@@ -24,7 +24,8 @@ def view(name, shape, dtype="float16", *, pitch=None, strides=None, address=None
     if strides is None:
         strides = (itemsize,) if len(shape) == 1 else (shape[-1] * itemsize if pitch is None else pitch, itemsize)
         strides = strides if len(shape) in (1, 2) else (itemsize,) * len(shape)
-    return ArrayView(BASE[name] if address is None else address, shape, strides, dtype, itemsize, device, readonly)
+    facts = ArrayFacts(shape, strides, dtype, itemsize, device, readonly)
+    return ArrayView(BASE[name] if address is None else address, facts)
 
 
 def call(batch=4, width=128, slots=64, *, num_split=0, size_limit=0, **views):
