@@ -7,7 +7,8 @@ The road of a call is dispatch.py, top to bottom.
 """
 
 from ._version import __version__
+from .configuration import show_config
 from .dispatch import can_use_store_kvcache, store_kvcache, warmup
 from .kernel import make_store_kernel
 
-__all__ = ["__version__", "can_use_store_kvcache", "make_store_kernel", "store_kvcache", "warmup"]
+__all__ = ["__version__", "can_use_store_kvcache", "make_store_kernel", "show_config", "store_kvcache", "warmup"]

@@ -17,7 +17,7 @@ from numba import cuda, types
 from . import disk_cache, driver, settings
 from .kernel import StoreSpec, build_kernel
 
-__all__ = ["EARLY_LAUNCH_SINCE", "LinkedKernel", "compile_ptx", "link_cubin", "loaded_kernel"]
+__all__ = ["EARLY_LAUNCH_SINCE", "LinkedKernel", "compile_ptx", "distribution_version", "link_cubin", "loaded_kernel"]
 
 # Five addresses, five strides in bytes, batch, size limit: what the kernel takes.
 SIGNATURE = (types.uint64,) * 5 + (types.int64,) * 5 + (types.uint32, types.int64)
@@ -27,6 +27,18 @@ EARLY_LAUNCH_SINCE = (9, 0)
 
 # The files whose text decides the machine code.
 KERNEL_SOURCES = ("compiler.py", "device.py", "kernel.py", "layout.py")
+
+
+# What compiles: Numba, and NVVM and nvJitLink as CUDA 13's wheels name them, then as CUDA 12's do.
+COMPILER_DISTRIBUTIONS = (
+    "numba",
+    "numba-cuda",
+    "cuda-core",
+    "nvidia-nvvm",
+    "nvidia-nvjitlink",
+    "nvidia-cuda-nvcc-cu12",
+    "nvidia-nvjitlink-cu12",
+)
 
 
 class LinkedKernel(NamedTuple):
@@ -98,10 +110,14 @@ def cache_key(spec: StoreSpec, cc: tuple[int, int]) -> str:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    return {name: _version(name) for name in ("numba", "numba-cuda", "cuda-core", "nvidia-nvjitlink", "nvidia-nvvm")}
+    return {
+        name: distribution_version(name)
+        for name in ("numba", "numba-cuda", "cuda-core", "nvidia-nvjitlink", "nvidia-nvvm")
+    }
 
 
-def _version(distribution: str) -> str:
+def distribution_version(distribution: str) -> str:
+    """The installed version of a distribution, or "none"."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -120,6 +136,6 @@ def _check_numpy() -> None:
     """numba-cuda 0.30 registers numpy.row_stack at its first compile; NumPy 2.5 removed it."""
     if not hasattr(np, "row_stack"):
         raise RuntimeError(
-            f"numba-cuda {_version('numba-cuda')} cannot compile under NumPy {np.__version__}, which no longer has "
-            "row_stack; install an older one: pip install 'numpy<2.5'"
+            f"numba-cuda {distribution_version('numba-cuda')} cannot compile under NumPy {np.__version__}, which no "
+            "longer has row_stack; install an older one: pip install 'numpy<2.5'"
         )

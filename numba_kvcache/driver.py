@@ -16,6 +16,8 @@ __all__ = [
     "current_context",
     "current_device",
     "device_count",
+    "device_name",
+    "driver_version",
     "initialise",
     "kernel_function",
     "load_kernel",
@@ -110,6 +112,18 @@ def device_count() -> int:
     """How many GPUs this process sees."""
     initialise()
     return int(check(cu.cuDeviceGetCount()))
+
+
+def device_name(device: int) -> str:
+    """The name of `device`."""
+    initialise()
+    return str(check(cu.cuDeviceGetName(128, check(cu.cuDeviceGet(device)))).rstrip(b"\0").decode())
+
+
+def driver_version() -> str:
+    """The CUDA version that the driver serves, e.g. "13.0"."""
+    version = int(check(cu.cuDriverGetVersion()))
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def current_context() -> int:

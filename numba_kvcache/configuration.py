@@ -1,0 +1,63 @@
+"""What is in use on this machine, and why: `numba_kvcache.show_config()`."""
+
+import platform
+
+import numba
+import numpy
+
+from . import driver, fast_road, settings
+from ._version import __version__
+from .compiler import EARLY_LAUNCH_SINCE, distribution_version
+
+__all__ = ["configuration", "show_config"]
+
+
+def show_config() -> None:
+    """Print versions, GPU, early launch, kernel cache, and by which host road each kind of array goes.
+
+    Needs no GPU; without one it says so.
+    """
+    width = max(map(len, facts := configuration()))
+    for name, value in facts.items():
+        print(f"{name:{width}}  {value}")  # noqa: T201
+
+
+def configuration() -> dict[str, str]:
+    """The lines of show_config: name to value."""
+    facts = {
+        "numba_kvcache": __version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "numba": f"{numba.__version__}, numba-cuda {distribution_version('numba-cuda')}",
+        "numpy": numpy.__version__,
+        "compiler": f"NVVM {distribution_version('nvidia-nvvm')}, nvJitLink {distribution_version('nvidia-nvjitlink')}",
+    }
+    facts.update(_gpu())
+    folder = settings.cache_folder()
+    facts["kernel cache"] = str(folder) if folder else "off"
+    facts["fast host road"] = fast_road.status()
+    for kind, way in fast_road.ways.items():
+        facts[f"{kind.__module__}.{kind.__qualname__}"] = way
+    if not fast_road.ways:
+        facts["arrays"] = "none stored yet: each type's road is known after its first call"
+    return facts
+
+
+def _gpu() -> dict[str, str]:
+    if settings.SIMULATED:
+        return {"gpu": "Numba's simulator"}
+    try:
+        device = driver.current_device()
+        major, minor = driver.compute_capability(device)
+    except RuntimeError as error:
+        return {"gpu": f"none: {error}"}
+    if not settings.early_launch():
+        early = "off: NUMBA_KVCACHE_EARLY_LAUNCH is 0"
+    elif (major, minor) < EARLY_LAUNCH_SINCE:
+        early = "off: needs compute capability {}.{}".format(*EARLY_LAUNCH_SINCE)
+    else:
+        early = "on"
+    return {
+        "gpu": f"{driver.device_name(device)} (device {device} of {driver.device_count()}), compute capability "
+        f"{major}.{minor}, {driver.sm_count(device)} SMs, driver for CUDA {driver.driver_version()}",
+        "early launch": early,
+    }
