@@ -133,11 +133,11 @@ def test_key_depends_on_the_gpu():
     assert compiler.cache_key(SPEC, (9, 0)) != compiler.cache_key(SPEC, (10, 0))
 
 
-@pytest.mark.parametrize("name", ["numba", "numba-cuda", "cuda-core", "nvidia-nvjitlink", "nvidia-nvvm"])
+@pytest.mark.parametrize("name", compiler.COMPILER_DISTRIBUTIONS)
 def test_key_depends_on_every_version(name, monkeypatch):
     before = compiler.cache_key(SPEC, CC)
-    real = compiler._version
-    monkeypatch.setattr(compiler, "_version", lambda d: "0.0.1" if d == name else real(d))
+    real = compiler.distribution_version
+    monkeypatch.setattr(compiler, "distribution_version", lambda d: "0.0.1" if d == name else real(d))
     monkeypatch.setattr(compiler, "_versions", compiler._versions.__wrapped__)
     assert compiler.cache_key(SPEC, CC) != before
 
