@@ -110,10 +110,7 @@ def cache_key(spec: StoreSpec, cc: tuple[int, int]) -> str:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    return {
-        name: distribution_version(name)
-        for name in ("numba", "numba-cuda", "cuda-core", "nvidia-nvjitlink", "nvidia-nvvm")
-    }
+    return {name: distribution_version(name) for name in COMPILER_DISTRIBUTIONS}
 
 
 def distribution_version(distribution: str) -> str:

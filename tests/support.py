@@ -1,6 +1,7 @@
 """What the tests share: which back end this process has, memory that shows every byte written, a plain-loop oracle."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,13 +47,35 @@ def optional(name):
     return pytest.importorskip(name, reason=f"{name} is optional and not installed")
 
 
-def run_python(code, *, timeout=240, **environment):
-    """Run `code` in a fresh interpreter that can import `support`."""
+def child_environment(**environment):
+    """This process's environment for a child that can import `support` and is no worker of pytest-xdist."""
     paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
+
+
+def run_python(code, *, timeout=240, **environment):
+    """Run `code` in a fresh interpreter."""
     return subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout, check=False
-    )
+        [sys.executable, "-c", code],
+        env=child_environment(**environment), capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+
+
+# The tests of the whole call, which run on whatever back end their process has.
+WHOLE_CALLS = ("test_store.py", "test_errors.py", "test_arrays.py")
+
+
+def run_whole_calls(*, at_least, before="", **environment):
+    """Run WHOLE_CALLS in a process of their own, after the statements `before`; so many must pass."""
+    files = [str(TESTS / name) for name in WHOLE_CALLS]
+    code = f"import sys, pytest\n{before}\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *{files}]))"
+    result = run_python(code, timeout=280, **environment)
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert passed, output
+    assert int(passed[1]) >= at_least, output
 
 
 class Memory:
