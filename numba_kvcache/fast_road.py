@@ -221,7 +221,11 @@ def compile_entry() -> int:
     if _state[native.DTYPES // 8] == 0:
         _remember_dtypes()
     _register()
-    compiled = cfunc(types.int64(types.int64, types.int64, types.int64, types.int64), cache=True)(native.entry)
+    signature = types.int64(types.int64, types.int64, types.int64, types.int64)
+    try:
+        compiled = cfunc(signature, cache=True)(native.entry)
+    except RuntimeError:  # Numba finds no folder that it may write to
+        compiled = cfunc(signature)(native.entry)
     _keep.append(compiled)
     return int(compiled.address)
 

@@ -233,6 +233,18 @@ def test_all_loads_are_in_flight_before_the_first_store(case: Case, cc, code: Co
     assert "LDG" not in bases[first_store:]
 
 
+@pytest.mark.parametrize("strategy", [PLAIN, PAST_L1, RELEASE_FIRST], ids=str)
+@pytest.mark.parametrize("row_bytes", [92, 128, 256, 1024, 2048, 4096])
+@early_kernel
+def test_rows_do_not_wait_for_their_index(row_bytes: int, strategy: Strategy, cc: tuple[int, int]) -> None:
+    """A load that the compiler sinks behind the check of the index costs a small launch 0.2 us; a store must stay."""
+    instructions = read((row_bytes, 0, 0, 16, 64, strategy), cc).ptx.instructions
+    loads = [at for at, i in enumerate(instructions) if i.base == "ld" and "global" in i.modifiers]
+    wait = next(at for at, i in enumerate(instructions) if is_wait(i))
+    assert len(loads) == 3  # the index, K, V: one vector per thread
+    assert not [i.opcode for i in instructions[wait : loads[-1]] if i.base == "bra"]
+
+
 @every_case
 @early_kernel
 def test_dependents_are_released_before_the_stores(case: Case, cc, code: Code) -> None:
