@@ -7,8 +7,8 @@ from typing import NoReturn
 
 from .compiler import EARLY_LAUNCH_SINCE
 from .inspection import NVDISASM_MISSING, KernelReport, compile_kernel, disassemble, find_nvdisasm, inspect_kernel
-from .kernel import INDEX_BITS, StoreSpec
-from .layout import VECTOR_BYTES, RowLayout, StoreLayout, plan_store
+from .kernel import StoreSpec
+from .layout import INDEX_BITS, PLAIN, VECTOR_BYTES, RowLayout, StoreLayout, Strategy, plan_store
 
 
 class _Parser(argparse.ArgumentParser):
@@ -16,6 +16,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+STRATEGIES = {"plain": PLAIN, "release-first": Strategy(release_first=True), "past-l1": Strategy(bypass_l1=True)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,6 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     inspect.add_argument("--row-bytes", type=int, required=True, help="bytes of one row of K (and of V)")
     inspect.add_argument("--v-row-bytes", type=int, default=0, help="bytes of one row of V, if they differ")
     inspect.add_argument("--num-split", type=int, default=0, help="warps per row: 1, 2, 4, or 0 to choose (default)")
+    inspect.add_argument(
+        "--strategy", choices=tuple(STRATEGIES), default="plain",
+        help="small grids on compute capability 9.0 and up run release-first, middle ones past-l1; default: plain",
+    )  # fmt: skip
     inspect.add_argument("--index-dtype", choices=tuple(INDEX_BITS), default="int64", help="default: int64")
     inspect.add_argument(
         "--alignment", type=int, choices=VECTOR_BYTES, default=16, help="of addresses and row strides (default: 16)"
@@ -54,7 +61,9 @@ def _compute_capability(text: str) -> tuple[int, int]:
 def _answer(options: argparse.Namespace) -> str:
     aligned = options.alignment
     layout = plan_store(options.row_bytes, options.v_row_bytes, options.num_split, aligned, aligned)
-    spec = StoreSpec(layout, INDEX_BITS[options.index_dtype], early_launch=options.cc >= EARLY_LAUNCH_SINCE)
+    spec = StoreSpec(
+        layout, INDEX_BITS[options.index_dtype], options.cc >= EARLY_LAUNCH_SINCE, STRATEGIES[options.strategy]
+    )
     if options.ptx:
         return compile_kernel(spec, options.cc).ptx
     if options.sass:

@@ -7,7 +7,7 @@ import numpy
 
 from . import driver, fast_road, settings
 from ._version import __version__
-from .compiler import EARLY_LAUNCH_SINCE, distribution_version
+from .compiler import COMPILER_DISTRIBUTIONS, EARLY_LAUNCH_SINCE, distribution_version
 
 __all__ = ["configuration", "show_config"]
 
@@ -29,7 +29,7 @@ def configuration() -> dict[str, str]:
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "numba": f"{numba.__version__}, numba-cuda {distribution_version('numba-cuda')}",
         "numpy": numpy.__version__,
-        "compiler": f"NVVM {distribution_version('nvidia-nvvm')}, nvJitLink {distribution_version('nvidia-nvjitlink')}",
+        "compiler": ", ".join(f"{name} {version}" for name, version in _toolkit() if version != "none"),
     }
     facts.update(_gpu())
     folder = settings.cache_folder()
@@ -40,6 +40,11 @@ def configuration() -> dict[str, str]:
     if not fast_road.ways:
         facts["arrays"] = "none stored yet: each type's road is known after its first call"
     return facts
+
+
+def _toolkit() -> list[tuple[str, str]]:
+    names = [name for name in COMPILER_DISTRIBUTIONS if name.startswith("nvidia-")]
+    return [(name, distribution_version(name)) for name in names]
 
 
 def _gpu() -> dict[str, str]:

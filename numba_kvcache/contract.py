@@ -10,8 +10,7 @@ import operator
 from typing import Any, NamedTuple
 
 from .arrays import ArrayFacts, ArrayView
-from .kernel import INDEX_BITS
-from .layout import check_row_bytes, check_split
+from .layout import INDEX_BITS, check_row_bytes, check_split
 
 __all__ = ["MAX_BATCH", "PlanKey", "StoreRequest", "check_store"]
 

@@ -6,9 +6,9 @@ from . import driver, fast_road, settings
 from .arrays import current_stream, never_readonly, read_array, stream_handle
 from .compiler import EARLY_LAUNCH_SINCE, loaded_kernel
 from .contract import MAX_BATCH, PlanKey, StoreRequest, check_store
-from .kernel import INDEX_BITS, StoreSpec, build_kernel
+from .kernel import StoreSpec, build_kernel
 from .launch import launch
-from .layout import StoreLayout, plan_store, strategies
+from .layout import INDEX_BITS, StoreLayout, plan_store, strategies
 from .settings import SIMULATED
 
 __all__ = ["can_use_store_kvcache", "store_kvcache", "warmup"]

@@ -15,7 +15,7 @@ from typing import Any
 
 from numba import cuda
 
-from .layout import PLAIN, StoreLayout, Strategy, plan_store
+from .layout import INDEX_BITS, PLAIN, StoreLayout, Strategy, plan_store
 from .settings import SIMULATED
 
 if SIMULATED:
@@ -32,9 +32,7 @@ else:
         wait_primary,
     )
 
-__all__ = ["INDEX_BITS", "StoreSpec", "build_kernel", "make_store_kernel"]
-
-INDEX_BITS = {"int32": 32, "int64": 64}
+__all__ = ["StoreSpec", "build_kernel", "make_store_kernel"]
 
 
 @dataclass(frozen=True)

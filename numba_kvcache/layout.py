@@ -12,6 +12,7 @@ import functools
 from dataclasses import dataclass
 
 __all__ = [
+    "INDEX_BITS",
     "PLAIN",
     "SPLIT_MULTIPLE",
     "RowLayout",
@@ -26,6 +27,9 @@ __all__ = [
 WARP = 32
 
 VECTOR_BYTES = (16, 8, 4)
+
+# dtype of `indices` -> its bits.
+INDEX_BITS = {"int32": 32, "int64": 64}
 
 # num_split -> what row bytes must be a multiple of. A split of 2 or 4 gives every lane at least one 4-byte word of its
 # part; 0 (the package chooses) and 1 ask only for whole words.
@@ -166,8 +170,8 @@ def strategies(layout: StoreLayout, sm_count: int, early_launch: bool) -> tuple[
 
     - A grid of at most half the SMs leaves room for the next grid to come up beside it. Releasing dependents first
       lets that happen before our own wait ends, and a launch takes 0.72 to 0.82 us instead of 0.86 to 0.98. Above,
-      the next grid's waiting blocks share SMs with ours and cost 5 to 15 %.
-    - From 1 to 16 MiB of reads, passing the L1 by is worth 2 to 20 %; below it costs up to 35 %, above up to 1 %.
+      the next grid's waiting blocks share SMs with ours and cost 5 to 16 %.
+    - From 1 to 16 MiB of reads, passing the L1 by is worth 2 to 19 %; below it costs up to 36 %, above up to 1 %.
     """
     largest = 2**31 - 1
     row_bytes = layout.k.row_bytes + layout.v.row_bytes
