@@ -3,14 +3,18 @@
 import argparse
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from .report import print_report, progress
+from .as_json import from_json, to_json
+from .report import print_report
 from .results import Results
-from .shapes import MODELS, SWEEP_CELLS, Cell, model_cells, row_groups
+from .rotation import COLD, SWEEP_SETS, describe_sets
+from .shapes import ALL_CELLS, MODELS, SWEEP_CELLS, Cell, model_cells, row_groups
+from .text import progress
 
 __all__ = ["main", "select_cells"]
 
@@ -18,6 +22,8 @@ PACKAGES = (
     "numba-kvcache", "numba", "numba-cuda", "numpy", "cuda-bindings", "torch", "triton", "cupy-cuda13x", "cupy-cuda12x",
     "apache-tvm-ffi",
 )  # fmt: skip
+
+CELLS = {"30": SWEEP_CELLS, "all": ALL_CELLS}
 
 EPILOG = """\
 Every store is compared with a plain NumPy loop, untouched bytes included, before it is timed; the exit code is 0 only
@@ -28,7 +34,10 @@ for their kernels are printed.
 examples:
   python bench.py
   python bench.py --models Llama-3.1 gpt-oss --json run.json
-  python bench.py --cells 30 --no-host
+  python bench.py --cells 30 --no-host            as spike/SWEEP.md: 32 input sets per cell
+  python bench.py --cells all --sets cold         beyond L2, and four more row sizes
+  python bench.py --tune                          what layout.strategies rests on, on this GPU
+  python bench.py --from run.json --plot run.png  no GPU needed
 """
 
 
@@ -40,29 +49,75 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="few cells: the narrowest and the widest rows, 2 batches")
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="only models whose names contain one of these")
-    parser.add_argument("--rows", nargs="+", type=int, metavar="BYTES", help="only K rows of these widths in bytes")
-    parser.add_argument(
-        "--cells", type=int, choices=(len(SWEEP_CELLS),),
-        help="instead of models: rows of 128 B to 4 KiB, batches 1 to 16,384, random slots",
+    which = parser.add_argument_group("which cells")
+    which.add_argument("--quick", action="store_true", help="few cells: the narrowest and the widest rows, 2 batches")
+    which.add_argument("--models", nargs="+", metavar="NAME", help="only models whose names contain one of these")
+    which.add_argument("--rows", nargs="+", type=int, metavar="BYTES", help="only K rows of these widths in bytes")
+    which.add_argument(
+        "--cells", choices=CELLS,
+        help="instead of models: random slots, batches 1 to 16,384, and rows of 128, 256, 1,024, 2,048 and 4,096 B "
+        "(30 cells), or of 92, 200, 768 and 1,152 B as well (all: 54); their goals are printed beneath",
     )  # fmt: skip
-    parser.add_argument("--no-host", action="store_true", help="leave out the host time per call")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
+    what = parser.add_argument_group("what is measured")
+    what.add_argument(
+        "--sets", type=_sets, metavar="N|cold",
+        help="input sets that launches rotate over: N, or cold, as many as exceed 3x L2 (at most 1,024); "
+        f"by default cold, and {SWEEP_SETS} with --cells or --tune",
+    )  # fmt: skip
+    what.add_argument(
+        "--tune", action="store_true",
+        help="instead of peers: every strategy of layout.strategies, and what the package's choice costs "
+        "(in the 30 cells, or those asked for)",
+    )  # fmt: skip
+    what.add_argument("--no-host", action="store_true", help="leave out the host time per call")
+    where = parser.add_argument_group("where numbers go")
+    where.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
+    where.add_argument("--plot", type=Path, metavar="FILE", help="also draw the kernel times (needs matplotlib)")
+    where.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE",
+        help="measure nothing: read, report and --plot what --json wrote",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
+    _refuse_contradictions(parser, options)
+    if options.sets is None:
+        options.sets = SWEEP_SETS if options.cells or options.tune else COLD
+    return options
+
+
+def _refuse_contradictions(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.cells and options.models:
         parser.error("--cells and --models exclude each other: those cells belong to no model")
+    measuring = ("quick", "models", "rows", "cells", "sets", "tune", "no_host", "json")
+    useless = [f"--{name.replace('_', '-')}" for name in measuring if getattr(options, name) not in (None, False)]
+    if options.source and useless:
+        parser.error(f"--from measures nothing, so {', '.join(useless)} can do nothing with it")
+    if options.source and not options.source.is_file():
+        parser.error(f"--from: there is no file {options.source}")
+    if options.plot and options.tune:
+        parser.error("--plot draws contenders, and --tune measures none")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib, or this package with its extra [bench]")
     if not select_cells(options):
         known = ", ".join(model.name for model in MODELS)
         parser.error(f"no cells are left; the models are {known}")
-    return options
+
+
+def _sets(text: str) -> int:
+    if text == "cold":
+        return COLD
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a number of sets from 1, or cold, got {text!r}")
+    return int(text)
 
 
 def select_cells(options: argparse.Namespace) -> tuple[Cell, ...]:
     """The cells that the options ask for."""
     wanted = [name.lower() for name in options.models or [""]]
     models = [model for model in MODELS if any(name in model.name.lower() for name in wanted)]
-    cells = SWEEP_CELLS if options.cells else model_cells(row_groups(models))
+    if options.cells or (options.tune and not options.models):
+        cells = CELLS[options.cells or "30"]
+    else:
+        cells = model_cells(row_groups(models))
     cells = tuple(cell for cell in cells if not options.rows or cell.k_bytes in options.rows)
     return _few(cells) if options.quick and cells else cells
 
@@ -78,32 +133,59 @@ def _few(cells: tuple[Cell, ...]) -> tuple[Cell, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; the exit code, 0 only if every store was exact."""
+    """Run; the exit code, 0 only if every store was exact (and drawn, where --plot asks for it)."""
     options = parse(arguments)
-    results = _run(select_cells(options), host=not options.no_host)
+    if options.source:
+        results = from_json(json.loads(options.source.read_text()))
+    else:
+        results = _run(select_cells(options), sets=options.sets, host=not options.no_host, tune=options.tune)
     print_report(results)
     if options.json:
-        options.json.write_text(json.dumps(results.as_json(), indent=1) + "\n")
-    return 0 if results.exact else 1
+        options.json.write_text(json.dumps(to_json(results), indent=1) + "\n")
+    drawn = not options.plot or _plot(results, options.plot)
+    return 0 if results.exact and drawn else 1
 
 
-def _run(cells: Sequence[Cell], *, host: bool) -> Results:
+def _plot(results: Results, file: Path) -> bool:
+    from .plot import draw
+
+    try:
+        draw(results, file)
+    except ValueError as error:
+        print(f"FAILED: --plot: {error}")
+        return False
+    print(f"Drawn: {file}")
+    return True
+
+
+def _run(cells: Sequence[Cell], *, sets: int, host: bool, tune: bool) -> Results:
     from numba_kvcache.settings import SIMULATED
 
-    from .gpu import open_gpu
-    from .without_gpu import run_without_gpu
-
     if SIMULATED:
-        return run_without_gpu(cells, _environment(gpu="none: NUMBA_ENABLE_CUDASIM is set"), progress)
+        return _run_without_gpu(cells, "none: NUMBA_ENABLE_CUDASIM is set", tune=tune)
+
+    from .gpu import open_gpu
+
     try:
         gpu = open_gpu()
     except RuntimeError as error:
         reason = str(error).split(":")[0]
-        return run_without_gpu(cells, _environment(gpu=f"none; stores run on the simulator ({reason})"), progress)
+        return _run_without_gpu(cells, f"none; stores run on the simulator ({reason})", tune=tune)
 
-    from .on_gpu import describe, run_on_gpu
+    from .on_gpu import describe, run_on_gpu, tune_on_gpu
 
-    return run_on_gpu(gpu, cells, _environment(**describe(gpu)), host=host, progress=progress)
+    environment = _environment(**describe(gpu), **{"input sets": describe_sets(sets)})
+    if tune:
+        return tune_on_gpu(gpu, cells, environment, sets=sets, progress=progress)
+    return run_on_gpu(gpu, cells, environment, sets=sets, host=host, progress=progress)
+
+
+def _run_without_gpu(cells: Sequence[Cell], gpu: str, *, tune: bool) -> Results:
+    from .without_gpu import run_without_gpu
+
+    if tune:
+        return Results(_environment(gpu="none"), failure="--tune measures a GPU, and there is none")
+    return run_without_gpu(cells, _environment(gpu=gpu), progress)
 
 
 def _environment(**gpu: str) -> dict[str, str]:

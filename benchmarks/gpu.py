@@ -19,9 +19,26 @@ from numba_kvcache.driver import check
 from .reference import UNTOUCHED, Trial, difference
 from .shapes import Cell
 
-__all__ = ["Gpu", "Graph", "StoreArrays", "TrialArrays", "capture", "cell_arrays", "elapsed_us", "open_gpu", "settle"]
+__all__ = [
+    "Gpu",
+    "GpuFailedError",
+    "Graph",
+    "StoreArrays",
+    "TrialArrays",
+    "capture",
+    "cell_arrays",
+    "elapsed_us",
+    "open_gpu",
+    "random_words",
+    "require_health",
+    "set_bytes",
+    "settle",
+]
 
 Call = Callable[[], None]
+
+RANDOM_BYTES = 256 << 20
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -65,6 +82,18 @@ def settle() -> None:
     check(cu.cuCtxSynchronize())
 
 
+class GpuFailedError(Exception):
+    """An error on the GPU, after which nothing in this process can be measured."""
+
+
+def require_health(name: str, reason: str) -> None:
+    """Raise GpuFailedError if what `name` did (`reason`: what it raised) has left the GPU in error."""
+    try:
+        settle()
+    except RuntimeError as error:
+        raise GpuFailedError(f"{name}: {reason}; then: {error}") from error
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Memory
 
@@ -73,8 +102,9 @@ def settle() -> None:
 class StoreArrays:
     """The arrays of one call, Numba device arrays: uint16 (bf16 bits; Numba has no bf16), indices int64.
 
-    K is followed at once by V in memory, and `k_cache` by `v_cache`, so that one memcpy can move both. `number` is
-    which of the rotated sets this is.
+    K is followed by V in memory, and `k_cache` by `v_cache`, so that one memcpy can move as many bytes. Each starts at
+    ALIGNMENT, as allocations do: some peers copy what does not, or compile anew. `number` is which of the rotated sets
+    this is.
     """
 
     number: int
@@ -90,21 +120,42 @@ def address(array: Any) -> int:
     return int(array.device_ctypes_pointer.value)
 
 
+def random_words(count: int, rng: np.random.Generator) -> Any:
+    """A flat uint16 device array of random bits, the same ones again after RANDOM_BYTES."""
+    words = cuda.device_array(count, np.uint16)
+    block = np.frombuffer(rng.bytes(min(words.nbytes, RANDOM_BYTES)), np.uint16)
+    for start in range(0, count, len(block)):
+        end = min(count, start + len(block))
+        words[start:end].copy_to_device(block[: end - start])
+    return words
+
+
 def _pair(flat: Any, start: int, rows: int, cell: Cell) -> tuple[Any, Any]:
     """`rows` rows of K, then as many of V, from element `start` of a flat uint16 array."""
     k_width, v_width = cell.k_bytes // 2, cell.v_bytes // 2
-    middle, end = start + rows * k_width, start + rows * (k_width + v_width)
-    return flat[start:middle].reshape(rows, k_width), flat[middle:end].reshape(rows, v_width)
+    v_start = start + _aligned(rows * cell.k_bytes) // 2
+    return (
+        flat[start : start + rows * k_width].reshape(rows, k_width),
+        flat[v_start : v_start + rows * v_width].reshape(rows, v_width),
+    )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def set_bytes(cell: Cell) -> int:
+    """How far apart the sources of two sets lie."""
+    return _aligned(cell.batch * cell.k_bytes) + _aligned(cell.batch * cell.v_bytes)
 
 
 def cell_arrays(cell: Cell, sources: Any, caches: Any, slots: np.ndarray, cache_slots: int) -> list[StoreArrays]:
     """One StoreArrays per row of `slots`, cut from flat uint16 device arrays, each with sources of its own."""
-    # Rows of indices start at 16 bytes: torch.compile would copy others first.
-    indices = cuda.to_device(np.pad(slots, ((0, 0), (0, slots.shape[1] % 2))))
+    indices = cuda.to_device(np.pad(slots, ((0, 0), (0, slots.shape[1] % 2))))  # rows start at ALIGNMENT
     k_cache, v_cache = _pair(caches, 0, cache_slots, cell)
     sets = []
     for number in range(len(slots)):
-        k, v = _pair(sources, number * cell.source_bytes // 2, cell.batch, cell)
+        k, v = _pair(sources, number * set_bytes(cell) // 2, cell.batch, cell)
         sets.append(StoreArrays(number, k, v, k_cache, v_cache, indices[number, : cell.batch]))
     return sets
 

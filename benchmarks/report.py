@@ -1,22 +1,20 @@
-"""All that the benchmark prints."""
+"""All that the benchmark prints when it is done."""
 
-import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from .results import OURS, CellResult, Outcome, Results
-from .shapes import MODELS, RowGroup, row_groups
+from .goals import Goal, host_goals, kernel_goals
+from .kernel_tables import heading, print_kernel_times, print_ratios, print_tuning
+from .names import FLOOR
+from .results import OURS, CellResult, HostTime, Results, TuneResult
+from .text import print_pairs, print_table, progress
 
-__all__ = ["print_report", "progress"]
+__all__ = ["print_report"]
 
-
-def progress(text: str) -> None:
-    """Say on stderr what is being done: one line, rewritten, on a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-    else:
-        print(text, file=sys.stderr, flush=True)
+HOST_METHOD = """
+Host time, us per call: median of 25 rounds of 300 calls each, all rows in turns, batch 1, rows of 2,048 B.
+x floor: over a loop of machine code that does nothing but launch the same kernel with the early-launch attribute."""
 
 
 def print_report(results: Results) -> None:
@@ -26,133 +24,78 @@ def print_report(results: Results) -> None:
     for name, value in results.environment.items():
         print(f"{name}: {value}")
     if any(outcome.time for result in results.cells for outcome in result.outcomes.values()):
-        _print_kernel_times(results.cells)
-        _print_ratios(results.cells)
-    else:
+        print_kernel_times(results.cells)
+        print_ratios(results.cells)
+        sets = results.environment.get("input sets", "not recorded")
+        _print_goals(f"Goals for the kernel's speed; input sets: {sets}", kernel_goals(results.cells))
+    elif results.cells:
         _print_checks(results.cells)
-    _print_machine_code(results)
-    _print_host_times(results)
-    _print_pairs("Absent:", results.absent | _absent_from_cells(results.cells))
+    if results.tuning:
+        print_tuning(results.tuning)
+    print_pairs("What the compiler makes of these rows (no GPU needed):", results.machine_code)
+    if results.host:
+        _print_host_times(results.host, results.host_notes)
+        _print_goals("Goals for the host's time", host_goals(results.host))
+    print_pairs("Absent:", results.absent | _absent_from_cells((*results.cells, *results.tuning)))
     _print_verdict(results)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Kernel time
-
-
-def _print_kernel_times(cells: Sequence[CellResult]) -> None:
-    print(
-        "\nKernel time, us per launch: median of 31 graph replays of 32 or more launches [20th, 80th percentile]."
-        "\nGB/s counts K and V read and written and the indices read. of copy: the time of a device-to-device memcpy"
-        "\nof as many bytes, over ours. Inputs rotate beyond 3x L2, but for batches marked *: their rows lie in L2."
-    )
-    names = [name for name in _names(cells) if name != OURS]
-    for widths, group in groupby(cells, lambda result: (result.cell.k_bytes, result.cell.v_bytes)):
-        print(f"\n{_heading(*widths)}")
-        head = ("batch", "MB", OURS, "[p20, p80]", "GB/s", "of copy", *names)
-        _print_table([head, *(_kernel_row(result, names) for result in group)], left=0)
-
-
-def _heading(k_bytes: int, v_bytes: int) -> str:
-    users = {(group.k_bytes, group.v_bytes): group for group in row_groups(MODELS)}
-    group = users.get((k_bytes, v_bytes), RowGroup(k_bytes, v_bytes, ()))
-    return f"K rows of {k_bytes} B, V rows of {v_bytes} B" + (f" ({group.label})" if group.users else "")
-
-
-def _kernel_row(result: CellResult, names: Iterable[str]) -> tuple[str, ...]:
-    cell, ours = result.cell, result.outcomes[OURS]
-    copy = result.outcomes.get("memcpy", Outcome()).time
-    figures = ("", "", "")
-    if ours.time is not None:
-        share = f"{copy.median / ours.time.median:.2f}" if copy else "-"
-        spread = f"[{ours.time.p20:.2f}, {ours.time.p80:.2f}]"
-        figures = (spread, f"{cell.moved_bytes / ours.time.median / 1e3:.0f}", share)
-    return (
-        f"{cell.phase} {cell.batch}{' ' if result.cold else '*'}",
-        f"{cell.moved_bytes / 1e6:.3g}",
-        _time(ours),
-        *figures,
-        *(_time(result.outcomes.get(name, Outcome(absent="-"))) for name in names),
-    )
-
-
-def _time(outcome: Outcome) -> str:
-    if outcome.time is not None:
-        return f"{outcome.time.median:.2f}"
-    return "WRONG" if outcome.wrong else "-"
-
-
-def _names(cells: Sequence[CellResult]) -> list[str]:
-    return list(dict.fromkeys(name for result in cells for name in result.outcomes))
-
-
-def _print_ratios(cells: Sequence[CellResult]) -> None:
-    rows = [row for name in _names(cells) if name != OURS and (row := _ratio_row(name, cells))]
-    if rows:
-        print(f"\nTime of each over that of {OURS} (above 1: {OURS} is faster)")
-        _print_table([("", "cells", "geometric mean", "least", "most"), *rows])
-
-
-def _ratio_row(name: str, cells: Sequence[CellResult]) -> tuple[str, ...] | None:
-    pairs = ((result.outcomes[OURS].time, result.outcomes.get(name, Outcome()).time) for result in cells)
-    ratios = [theirs.median / ours.median for ours, theirs in pairs if ours and theirs]
-    if not ratios:
-        return None
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    return name, str(len(ratios)), f"{mean:.2f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The rest
 
 
 def _print_checks(cells: Sequence[CellResult]) -> None:
     print("\nStores on Numba's simulator, compared with NumPy byte for byte")
     for widths, group in groupby(cells, lambda result: (result.cell.k_bytes, result.cell.v_bytes)):
         checks = ", ".join(f"{its.cell.phase} of {its.cell.batch} {_check(its)}" for its in group)
-        print(f"  {_heading(*widths)}: {checks}")
+        print(f"  {heading(*widths)}: {checks}")
 
 
 def _check(result: CellResult) -> str:
     return "WRONG" if result.outcomes[OURS].wrong else "exact"
 
 
-def _print_machine_code(results: Results) -> None:
-    _print_pairs("What the compiler makes of these rows (no GPU needed):", results.machine_code)
+def _print_host_times(host: Mapping[str, HostTime], notes: Mapping[str, str]) -> None:
+    print(HOST_METHOD)
+    floor = host.get(FLOOR)
+    rows = [
+        (name, f"{its.time.median:.2f}", f"{its.time.p20:.2f}", f"{its.time.p80:.2f}", _over(its, floor))
+        for name, its in host.items()
+    ]
+    roads = ["road", *(its.road for its in host.values())]
+    table = [("", "us", "p20", "p80", "x floor"), *rows]
+    wide = max(map(len, roads))
+    print_table([(*row, road[:100].ljust(wide)) for row, road in zip(table, roads, strict=True)])
+    for name, text in notes.items():
+        print(f"  {name}: {text}")
 
 
-def _print_host_times(results: Results) -> None:
-    if results.host:
-        print("\nHost time, us per call: median of 31 samples of 100 calls; kernels of about a microsecond")
-        rows = [
-            (name, f"{spread.median:.2f}", f"[{spread.p20:.2f}, {spread.p80:.2f}]")
-            for name, spread in results.host.items()
-        ]
-        _print_table([("", "us", "[p20, p80]"), *rows])
+def _over(row: HostTime, floor: HostTime | None) -> str:
+    return f"{row.time.median / floor.time.median:.2f}" if floor else "-"
 
 
-def _absent_from_cells(cells: Sequence[CellResult]) -> dict[str, str]:
+def _print_goals(title: str, goals: Sequence[Goal]) -> None:
+    if goals:
+        print(f"\n{title}")
+        for goal in goals:
+            verdict = {True: "met: ", False: "not met: ", None: ""}[goal.met]
+            print(f"  {goal.what}\n    {verdict}{goal.measured}")
+
+
+def _absent_from_cells(cells: Iterable[CellResult | TuneResult]) -> dict[str, str]:
     """Reasons of contenders that ran in some cells and not in others, each reason once, with the first such cell."""
     reasons: dict[str, str] = {}
+    seen = set()
     for result in cells:
         for name, outcome in result.outcomes.items():
-            if outcome.absent:
+            if outcome.absent and (name, outcome.absent) not in seen:
+                seen.add((name, outcome.absent))
                 where = f"{result.cell.k_bytes} + {result.cell.v_bytes} B x {result.cell.batch}"
-                reasons.setdefault(f"{name} (first at {where})", outcome.absent)
-    return {name: reason for name, reason in reasons.items() if name in _first_of_each(reasons)}
-
-
-def _first_of_each(reasons: dict[str, str]) -> list[str]:
-    seen: dict[tuple[str, str], str] = {}
-    for name, reason in reasons.items():
-        seen.setdefault((name.split(" (first")[0], reason), name)
-    return list(seen.values())
+                reasons[f"{name} (first at {where})"] = outcome.absent
+    return reasons
 
 
 def _print_verdict(results: Results) -> None:
+    measured = (*results.cells, *results.tuning)
     wrong = [
         f"{name}, {result.cell.k_bytes} + {result.cell.v_bytes} B x {result.cell.batch}: {outcome.wrong}"
-        for result in results.cells
+        for result in measured
         for name, outcome in result.outcomes.items()
         if outcome.wrong
     ]
@@ -162,30 +105,6 @@ def _print_verdict(results: Results) -> None:
     if results.failure:
         print(f"FAILED: {results.failure}")
     if results.exact:
-        print(f"Every store was exact ({len(results.cells)} cells).")
+        print(f"Every store was exact ({len(measured)} cells).")
     elif not wrong and not results.failure:
         print("FAILED: the package did not run in every cell.")
-
-
-def _print_pairs(title: str, pairs: dict[str, str]) -> None:
-    if pairs:
-        print(f"\n{title}")
-        for name, text in pairs.items():
-            print(f"  {name}: {_short(text)}")
-
-
-def _short(text: str) -> str:
-    """The line that says most: a compiler's first error, else the first line."""
-    lines = text.strip().splitlines() or ["(no reason given)"]
-    return next((line for line in lines if " error" in line), lines[0])[:200]
-
-
-def _print_table(rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """Print rows with the first `left` columns set left, the others right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = (
-            text.ljust(width) if i < left else text.rjust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        print("  " + "  ".join(cells).rstrip())

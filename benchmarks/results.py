@@ -1,15 +1,13 @@
-"""The numbers: what a run found, as plain values that go into a table or a JSON file."""
+"""The numbers: what a run found, as plain values that go into a table."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from .names import OURS
 from .shapes import Cell
 
-__all__ = ["OURS", "CellResult", "Outcome", "Results", "Spread", "spread_of"]
-
-OURS = "numba_kvcache"
+__all__ = ["OURS", "CellResult", "HostTime", "Outcome", "Results", "Spread", "TuneResult", "spread_of"]
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,45 @@ class CellResult:
         return not ours.absent and not any(outcome.wrong for outcome in self.outcomes.values())
 
 
+@dataclass(frozen=True)
+class TuneResult:
+    """Every strategy in one cell, and which of them the package chooses there."""
+
+    cell: Cell
+    sets: int
+    cold: bool
+    chosen: str
+    outcomes: dict[str, Outcome]
+
+    @property
+    def exact(self) -> bool:
+        """Whether every strategy ran and stored what it should."""
+        return all(outcome.time for outcome in self.outcomes.values())
+
+    @property
+    def cost(self) -> float:
+        """The time of the choice over that of the best; 1.0 where the choice is the best."""
+        times = {name: outcome.time.median for name, outcome in self.outcomes.items() if outcome.time}
+        return times[self.chosen] / min(times.values()) if self.chosen in times else float("nan")
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Host time per call of one row of the host table, and which road the call took (a word or two for others)."""
+
+    time: Spread
+    road: str = ""
+
+
 @dataclass
 class Results:
-    """A whole run. `environment` is GPU, driver, versions, date."""
+    """A whole run. `environment` is GPU, driver, versions, how inputs rotate, date."""
 
     environment: dict[str, str]
     cells: list[CellResult] = field(default_factory=list)
-    host: dict[str, Spread] = field(default_factory=dict)
+    tuning: list[TuneResult] = field(default_factory=list)
+    host: dict[str, HostTime] = field(default_factory=dict)
+    host_notes: dict[str, str] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     machine_code: dict[str, str] = field(default_factory=dict)
     failure: str = ""
@@ -66,43 +96,5 @@ class Results:
     @property
     def exact(self) -> bool:
         """Whether every store of the run was exact."""
-        return bool(self.cells) and not self.failure and all(result.exact for result in self.cells)
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain dictionaries and lists."""
-        return {
-            "environment": self.environment,
-            "exact": self.exact,
-            "failure": self.failure,
-            "cells": [_cell_as_json(result) for result in self.cells],
-            "host_us_per_call": {name: vars(spread) for name, spread in self.host.items()},
-            "absent": self.absent,
-            "machine_code": self.machine_code,
-        }
-
-
-def _cell_as_json(result: CellResult) -> dict[str, Any]:
-    cell = result.cell
-    return {
-        **vars(cell),
-        "moved_bytes": cell.moved_bytes,
-        "sets": result.sets,
-        "beyond_l2": result.cold,
-        "contenders": {name: _outcome_as_json(cell, outcome) for name, outcome in result.outcomes.items()},
-    }
-
-
-def _outcome_as_json(cell: Cell, outcome: Outcome) -> dict[str, Any]:
-    if outcome.absent:
-        return {"absent": outcome.absent}
-    if outcome.wrong:
-        return {"wrong": outcome.wrong}
-    if outcome.time is None:
-        return {"exact": True}
-    time = outcome.time
-    return {
-        "median_us": time.median,
-        "p20_us": time.p20,
-        "p80_us": time.p80,
-        "gb_per_s": cell.moved_bytes / time.median / 1e3,
-    }
+        measured = (*self.cells, *self.tuning)
+        return bool(measured) and not self.failure and all(result.exact for result in measured)

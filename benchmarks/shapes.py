@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 __all__ = [
+    "ALL_CELLS",
     "CACHE_SLOTS",
     "MODELS",
     "PAGE_SIZE",
@@ -122,12 +123,16 @@ def model_cells(
     return tuple(Cell(group.k_bytes, group.v_bytes, batch, phase) for group in groups for phase, batch in batches)
 
 
-SWEEP_CELLS = tuple(
-    Cell(row_bytes, row_bytes, batch, "random")
-    for row_bytes in (128, 256, 1024, 2048, 4096)
-    for batch in (1, 16, 128, 1024, 4096, 16_384)
-)
+def _random_cells(*widths: int) -> tuple[Cell, ...]:
+    return tuple(Cell(width, width, batch, "random") for width in widths for batch in (1, 16, 128, 1024, 4096, 16_384))
+
+
+SWEEP_CELLS = _random_cells(128, 256, 1024, 2048, 4096)
 """The 30 cells on which the design's prototype was measured: random slots of CACHE_SLOTS."""
+
+# 3 heads of 256 B; MLA's 576 bf16; rows that no vector of 16 bytes divides, nor one of 8.
+ALL_CELLS = tuple(sorted(SWEEP_CELLS + _random_cells(768, 1152, 200, 92), key=lambda cell: cell.k_bytes))
+"""SWEEP_CELLS and four rows of other kinds, narrowest first."""
 
 
 def draw_slots(cell: Cell, sets: int, cache_slots: int, rng: np.random.Generator) -> np.ndarray:

@@ -51,6 +51,6 @@ def check_cells(cells: Iterable[Cell], store: Store, progress: Callable[[str], N
 if __name__ == "__main__":
     from numba_kvcache import store_kvcache
 
-    from .report import progress
+    from .text import progress
 
     json.dump(check_cells([Cell(**cell) for cell in json.load(sys.stdin)], store_kvcache, progress), sys.stdout)

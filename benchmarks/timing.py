@@ -6,31 +6,13 @@ from collections.abc import Callable, Sequence
 
 from .gpu import Call, Gpu, Graph, capture, elapsed_us
 from .results import Spread, spread_of
-from .shapes import Cell
+from .rotation import LAUNCHES
 
-__all__ = ["MAX_SETS", "is_cold", "sets_for", "time_calls"]
-
-LAUNCHES = 32
-"""Launches per graph: a replay costs the GPU a microsecond or two besides its launches, whatever they do."""
+__all__ = ["time_calls"]
 
 SAMPLES = 31
 SAMPLE_US = 200.0
 MAX_REPLAYS = 8
-
-BEYOND_L2 = 3
-MAX_SETS = 1024
-"""Sets that are rotated at most. Capture costs host time per set, and the smallest launches would need 100,000."""
-
-
-def sets_for(cell: Cell, l2_bytes: int) -> int:
-    """How many input sets to rotate, so that what they read and write exceeds 3x L2: whole graphs of them if many."""
-    wanted = max(2, math.ceil(BEYOND_L2 * l2_bytes / cell.moved_bytes))
-    return wanted if wanted <= LAUNCHES else min(MAX_SETS, -(-wanted // LAUNCHES) * LAUNCHES)
-
-
-def is_cold(cell: Cell, sets: int, l2_bytes: int) -> bool:
-    """Whether the rotated sets exceed 3x L2; a launch of few bytes cannot, and finds its rows in L2."""
-    return sets * cell.moved_bytes >= BEYOND_L2 * l2_bytes
 
 
 def time_calls(gpu: Gpu, calls: Sequence[Call], backlog: Callable[[], None]) -> Spread:

@@ -11,7 +11,10 @@ from ..shapes import Cell
 
 __all__ = ["AbsentError", "Peer", "load_peers"]
 
-MODULES = ("memcpy", "empty", "prototype", "cuda_cpp", "triton_kernel", "torch_ops", "torch_compiled", "cupy_ops")
+MODULES = (
+    "memcpy", "empty", "empty_waiting", "prototype", "cuda_cpp", "triton_kernel", "torch_ops", "torch_compiled",
+    "cupy_ops",
+)  # fmt: skip
 
 
 class AbsentError(Exception):

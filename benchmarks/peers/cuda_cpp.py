@@ -1,5 +1,6 @@
 """The CUDA C++ reference (cuda_cpp.cu), built by tvm-ffi with nvcc and called with torch tensors."""
 
+import functools
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import tvm_ffi.cpp
 
+from ..names import CUDA_CPP
 from ..shapes import Cell
 from . import AbsentError, Peer
 from .torch_ops import on_stream, require_cuda, tensors
@@ -39,9 +41,9 @@ def load(cells: tuple[Cell, ...], early_launch: bool) -> Peer:
     def bind(cell: Cell, arrays: Any, stream: int) -> Callable[[], None]:
         if cell.k_bytes != cell.v_bytes:
             raise AbsentError("serves K and V of one width only")
-        t, split, run = tensors(arrays), default_split(cell.k_bytes), module.run
+        t, split = tensors(arrays), default_split(cell.k_bytes)
         slots = t.k_cache.shape[0]
-        return lambda: run(t.k, t.v, t.k_cache, t.v_cache, t.indices, split, slots)
+        return functools.partial(module.run, t.k, t.v, t.k_cache, t.v_cache, t.indices, split, slots)
 
     # tvm-ffi takes torch's current stream from the tensors that it is called with.
-    return Peer("CUDA C++", bind, on_stream)
+    return Peer(CUDA_CPP, bind, on_stream)

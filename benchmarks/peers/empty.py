@@ -1,16 +1,16 @@
-"""The floor: a kernel that releases the one after it, waits for the one before it, and does nothing else."""
+"""The floor: a kernel that does nothing, launched to start early, as the package's are."""
 
 from collections.abc import Callable
 from typing import Any
 
 from numba_kvcache.launch import launch
 
+from ..names import EMPTY
 from ..numba_kernel import IGNORED, compile_kernel
 from ..shapes import Cell
-from ..words import release_dependents, wait_primary
 from . import Peer
 
-__all__ = ["load"]
+__all__ = ["empty_peer", "load"]
 
 BLOCK = 128
 
@@ -22,13 +22,16 @@ def load(cells: tuple[Cell, ...], early_launch: bool) -> Peer:
         k, v, k_cache, v_cache, indices, k_stride, v_stride, k_cache_stride, v_cache_stride, index_stride,
         batch, size_limit,
     ):  # fmt: skip
-        if early_launch:
-            release_dependents()  # first, as the package does on small grids: the floor must not stand above it
-            wait_primary()
+        return
 
-    kernel = compile_kernel(empty, "benchmark_empty", BLOCK)
+    return empty_peer(EMPTY, "benchmark_empty", empty, early_launch)
+
+
+def empty_peer(name: str, symbol: str, function: Callable[..., Any], early_launch: bool) -> Peer:
+    """One block of `function` as a yardstick."""
+    kernel = compile_kernel(function, symbol, BLOCK)
 
     def bind(cell: Cell, arrays: Any, stream: int) -> Callable[[], None]:
         return lambda: launch(kernel, 1, BLOCK, stream, early_launch, (*IGNORED, 1, 1))
 
-    return Peer("empty kernel", bind, stores=False)
+    return Peer(name, bind, stores=False)

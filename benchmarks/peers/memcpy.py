@@ -8,6 +8,7 @@ from cuda.bindings import driver as cu
 from numba_kvcache.driver import check
 
 from ..gpu import address
+from ..names import MEMCPY
 from ..shapes import Cell
 from . import Peer
 
@@ -16,7 +17,7 @@ __all__ = ["load"]
 
 def load(cells: tuple[Cell, ...], early_launch: bool) -> Peer:
     """See Peer."""
-    return Peer("memcpy", _bind, stores=False)
+    return Peer(MEMCPY, _bind, stores=False)
 
 
 def _bind(cell: Cell, a: Any, stream: int) -> Callable[[], None]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from numba_kvcache import store_kvcache
 
-from ..results import OURS
+from ..names import OURS
 from ..shapes import Cell
 from . import Peer
 

@@ -9,6 +9,7 @@ from numba import cuda
 from numba_kvcache.launch import launch
 
 from ..gpu import address
+from ..names import PROTOTYPE
 from ..numba_kernel import compile_kernel
 from ..shapes import Cell
 from ..words import (
@@ -78,4 +79,4 @@ def load(cells: tuple[Cell, ...], early_launch: bool) -> Peer:
         grid = -(-cell.batch // rows)
         return lambda: launch(kernel, grid, block, stream, early_launch, arguments)
 
-    return Peer("prototype", bind)
+    return Peer(PROTOTYPE, bind)
