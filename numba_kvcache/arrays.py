@@ -94,6 +94,9 @@ Reader = Callable[[str, Any, int], ArrayView]
 
 _readers: dict[type, Reader] = {}
 
+unreported: list[type] = []
+"""Types that have been read and that dispatch.py has not yet told the fast road of."""
+
 
 def read_array(name: str, array: Any, stream: int) -> ArrayView:
     """The view of `array`, which the caller will use on `stream` (a handle; only DLPack producers are told).
@@ -109,6 +112,7 @@ def read_array(name: str, array: Any, stream: int) -> ArrayView:
     reader = _readers.get(kind)
     if reader is None:
         reader = _readers[kind] = _find_reader(name, array)
+        unreported.append(kind)
     return reader(name, array, stream)
 
 
@@ -378,7 +382,7 @@ def current_stream(array: Any) -> int:
         return 0
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
-        return int(cupy.cuda.get_current_stream(array.device.id).ptr)
+        return int(cupy.cuda.get_current_stream(array.data.device_id).ptr)
     interface = getattr(array, "__cuda_array_interface__", None)
     return int((interface and interface.get("stream")) or 0)
 

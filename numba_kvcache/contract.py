@@ -69,7 +69,7 @@ def check_store(
     if facts is None:
         return None
     k_stride, v_stride, k_cache_stride, v_cache_stride = facts.strides
-    if indices.address % indices.itemsize:
+    if indices.address % indices.facts.itemsize:
         raise ValueError(f"indices must be aligned to {indices.itemsize} bytes, got address {indices.address:#x}")
     k_bits = k.address | k_cache.address | k_stride | k_cache_stride | 16
     v_bits = v.address | v_cache.address | v_stride | v_cache_stride | 16

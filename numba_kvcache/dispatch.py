@@ -1,9 +1,10 @@
 """The one road a call takes: arrays -> checks -> layout -> kernel -> launch."""
 
+import contextlib
 from typing import Any, NamedTuple
 
 from . import driver, fast_road, settings
-from .arrays import current_stream, never_readonly, read_array, stream_handle
+from .arrays import current_stream, never_readonly, read_array, stream_handle, unreported
 from .compiler import EARLY_LAUNCH_SINCE, loaded_kernel
 from .contract import MAX_BATCH, PlanKey, StoreRequest, check_store
 from .kernel import StoreSpec, build_kernel
@@ -97,9 +98,16 @@ def store_kvcache(
     finally:
         if pushed:
             driver.pop_device()
-    for array in (k, v, k_cache, v_cache, indices):
-        if type(array) not in fast_road.ways:
-            fast_road.remember_type(type(array), writable=never_readonly(type(array)))
+    if unreported:
+        _report_types()
+
+
+def _report_types() -> None:
+    """Tell the fast road of the array types that have been read since it was last told."""
+    for kind in tuple(unreported):
+        fast_road.remember_type(kind, writable=never_readonly(kind))
+        with contextlib.suppress(ValueError):  # another thread was faster
+            unreported.remove(kind)
 
 
 class Plan(NamedTuple):

@@ -44,7 +44,7 @@ PYTHON_ROAD = 136  # the function's original vectorcall
 DEVICE_COUNT = 144
 ATTRIBUTE = 152  # CUlaunchAttribute, 72 bytes: early launch on
 
-TYPES = 256  # rows: type, DLPack to_dltensor, current_stream, whether arrays of the type can be caches
+TYPES = 256  # rows: type, DLPack to_dltensor, current_stream, whether none is ever read-only
 TYPE_BYTES, MAX_TYPES = 32, 16
 
 DTYPES = TYPES + TYPE_BYTES * MAX_TYPES  # rows: numpy dtype object, DLPack dtype word
@@ -414,11 +414,15 @@ def row_stride(view):
 
 @inlined
 def dense(view, dtype):
-    """Two dimensions, the common dtype, dense rows."""
+    """Two dimensions, the common dtype, dense rows.
+
+    Rows of one element have no inner stride to look at, and may be a lazily negated view: the Python road asks.
+    """
     return (
         load(view + DIMENSIONS) == 2
         and load(view + DTYPE) == dtype
-        and (load(view + COLUMNS) <= 1 or load(view + COLUMN_STRIDE) == item_bytes(dtype))
+        and load(view + COLUMNS) > 1
+        and load(view + COLUMN_STRIDE) == item_bytes(dtype)
     )
 
 
@@ -532,6 +536,20 @@ def launch_plan(plan, batch, size_limit, stream, frame):
 
 
 @inlined
+def on_stream(foreign, slots, device, handle, scratch):
+    """Whether the libraries of these arrays work on the stream that we launch on; else theirs must be waited for."""
+    for i in range(5):
+        if foreign >> i & 1:
+            row = find_type(load(slots + 8 * i))
+            if call_current_stream(load(row + 16), DL_CUDA, device, scratch) != 0:
+                PyErr_Clear()
+                return False
+            if load(scratch) != handle:
+                return False
+    return True
+
+
+@inlined
 def serve(args, count, names):
     """Serve the call and return True, or change nothing and return False."""
     frame = stack_frame()
@@ -539,17 +557,18 @@ def serve(args, count, names):
     if not sort_arguments(args, count, names, slots):
         return False
 
-    stream_of = 0
+    stream_of, foreign = 0, 0
     for i in range(5):
         array = load(slots + 8 * i)
         row = find_type(array)
         if row == 0 or not read_view(array, row, views + VIEW_BYTES * i, frame):
             return False
-        if i == 2 or i == 3:
-            if load(row + 24) == 0:
+        if load(row + 24) == 0:
+            if i == 2 or i == 3:
                 return False
-            if i == 2:
-                stream_of = load(row + 16)
+            foreign |= 1 << i
+        if i == 2:
+            stream_of = load(row + 16)
     k, v, k_cache = views, views + VIEW_BYTES, views + 2 * VIEW_BYTES
     v_cache, indices = views + 3 * VIEW_BYTES, views + 4 * VIEW_BYTES
 
@@ -592,6 +611,8 @@ def serve(args, count, names):
             PyErr_Clear()
             return False
         handle = load(frame + STREAM)
+    if foreign != 0 and not on_stream(foreign, slots, device, handle, frame + STREAM):
+        return False
     return launch_plan(plan, batch, size_limit, handle, frame)
 
 

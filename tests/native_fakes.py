@@ -325,6 +325,8 @@ def reset():
     forget_plans()
     fast_road._state[native.TYPES // 8 : native.DTYPES // 8] = 0
     fast_road.ways.clear()
+    arrays._readers.clear()  # so that the Python road reports the types anew
+    arrays.unreported.clear()
     fast_road._write(native.DEVICE_COUNT, 2)
     fast_road._write(native.PYTHON_ROAD, _road.address)
 

@@ -48,8 +48,8 @@ def optional(name):
 
 
 def child_environment(**environment):
-    """This process's environment for a child that can import `support` and is no worker of pytest-xdist."""
-    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+    """This process's environment for a child that can import what tests can, and is no worker of pytest-xdist."""
+    paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
 

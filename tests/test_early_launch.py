@@ -107,6 +107,7 @@ def load_store(strategy, sleeps, monkeypatch):
 
 def stale_words(batch, strategy, sleeps, waits, monkeypatch):
     """How many words the readers copied that are not their own link's and replay's."""
+    cuda.current_context()
     store, layout = load_store(strategy, sleeps, monkeypatch)
     producer, reader = make_producer(), make_reader(waits)
     slots = np.random.default_rng(batch).permutation(SLOTS)[:batch].astype(np.int64)

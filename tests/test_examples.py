@@ -1,11 +1,10 @@
 """The programs of examples/: on the simulator everywhere, on a GPU where there is one."""
 
-import os
 import subprocess
 import sys
 
 import pytest
-from support import ON_GPU, TESTS, needs_gpu, optional, run_python
+from support import ON_GPU, TESTS, child_environment, needs_gpu, optional, run_python
 
 EXAMPLES = TESTS.parent / "examples"
 ANYWHERE = ("numba_arrays.py", "raw_kernel.py")
@@ -14,7 +13,7 @@ NEEDS_TORCH = "cuda_graph.py"
 
 def run_example(name, simulator="0"):
     return subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name)], env={**os.environ, "NUMBA_ENABLE_CUDASIM": simulator},
+        [sys.executable, "-W", "error", str(EXAMPLES / name)], env=child_environment(NUMBA_ENABLE_CUDASIM=simulator),
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 

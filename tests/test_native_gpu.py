@@ -384,7 +384,8 @@ def test_memory_is_constant(library, python_launches):
     assert [sys.getrefcount(array) for array in arrays] == counts
     assert abs(sys.getallocatedblocks() - blocks) < 500
     assert resident_bytes() - pages < 8 << 20
-    assert driver.check(cu.cuMemGetInfo())[0] >= free - (16 << 20)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # other workers' memory is on the same GPU
+        assert driver.check(cu.cuMemGetInfo())[0] >= free - (16 << 20)
 
 
 def test_warm_calls_of_any_batch_neither_allocate_nor_compile(python_launches, monkeypatch):
