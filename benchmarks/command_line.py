@@ -34,7 +34,7 @@ for their kernels are printed.
 examples:
   python bench.py
   python bench.py --models Llama-3.1 gpt-oss --json run.json
-  python bench.py --cells 30 --no-host            as spike/SWEEP.md: 32 input sets per cell
+  python bench.py --cells 30 --no-host            32 input sets per cell
   python bench.py --cells all --sets cold         beyond L2, and four more row sizes
   python bench.py --tune                          what layout.strategies rests on, on this GPU
   python bench.py --from run.json --plot run.png  no GPU needed

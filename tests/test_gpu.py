@@ -1,6 +1,6 @@
 """What only a GPU shows: the full grid, 64-bit offsets, traps, streams, early launch, graphs, processes, threads.
 
-The numbers are those of the public reports that DESIGN.md's cases were made from (cases/REPORTS.md).
+"REPORTS n" are the numbered kinds of fault in docs/reports.md.
 """
 
 import contextlib
