@@ -16,6 +16,7 @@ on the simulator                      NumPy arrays, `cuda.to_device` arrays and 
 
 import ctypes
 import functools
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -136,8 +137,11 @@ def _find_reader(name: str, array: Any) -> Reader:
 
 def _not_a_device_array(name: str, array: Any, where: str = "") -> TypeError:
     kind = f"{type(array).__module__}.{type(array).__qualname__}".removeprefix("builtins.")
-    place = "NumPy arrays and cuda.to_device arrays (simulator)" if SIMULATED else "arrays on a CUDA GPU"
-    return TypeError(f"{name} must be an array that a kernel can reach, got {kind}{where}; served are {place}")
+    if SIMULATED:
+        cure = "the simulator takes NumPy arrays, cuda.to_device arrays and torch CPU tensors"
+    else:
+        cure = "copy it to the GPU first (numba.cuda.to_device, tensor.cuda())"
+    return TypeError(f"{name} must be an array that a kernel can reach, got {kind}{where}; {cure}")
 
 
 def _read_torch(name: str, tensor: Any, stream: int) -> ArrayView:
@@ -164,6 +168,8 @@ def _torch_facts(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, d
 
 
 def _read_simulated(name: str, array: Any, stream: int) -> ArrayView:
+    if array.dtype.hasobject or array.dtype.kind == "T":
+        raise TypeError(f"{name} must hold plain data, got dtype {array.dtype}, whose elements are references")
     if isinstance(array, np.ma.MaskedArray):
         raise ValueError(f"{name} is a masked array; pass its data and leave masked rows out of the batch")
     return ArrayView(
@@ -200,23 +206,22 @@ def _numpy_facts(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, d
 
 def _read_cuda_array_interface(name: str, array: Any, stream: int) -> ArrayView:
     interface = array.__cuda_array_interface__
-    if interface.get("mask") is not None:
-        raise ValueError(f"{name} is a masked array; pass its data and leave masked rows out of the batch")
-    shape = tuple(interface["shape"])
-    dtype, itemsize = _numpy_dtype(interface["typestr"], repr(interface.get("descr")))
-    strides = interface.get("strides")
-    address, readonly = interface["data"]
-    return ArrayView(
-        address or 0,
-        ArrayFacts(
-            shape,
-            tuple(strides) if strides is not None else _dense_strides(shape, itemsize),
-            dtype,
-            itemsize,
-            _device_of(name, address, shape),
-            readonly,
-        ),
-    )
+    try:
+        if interface.get("mask") is not None:
+            raise ValueError(f"{name} is a masked array; pass its data and leave masked rows out of the batch")
+        # Integers of other types would come back from caches in the place of equal plain ones.
+        shape = tuple(map(operator.index, interface["shape"]))
+        dtype, itemsize = _numpy_dtype(str(interface["typestr"]), repr(interface.get("descr")))
+        strides = interface.get("strides")
+        strides = _dense_strides(shape, itemsize) if strides is None else tuple(map(operator.index, strides))
+        address, readonly = interface["data"]
+        address = 0 if address is None else operator.index(address)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise TypeError(f"{name} has a malformed __cuda_array_interface__: {error!r}") from error
+    if len(strides) != len(shape):
+        raise ValueError(f"{name} must have a stride per dimension, got shape {shape} and strides {strides}")
+    device = _device_of(name, address, shape)
+    return ArrayView(address, ArrayFacts(shape, strides, dtype, itemsize, device, bool(readonly)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -277,8 +282,8 @@ class _DLManagedTensorVersioned(ctypes.Structure):
 
 
 # The DLPack 1.3 header: device kinds and type codes.
-_DL_CPU, _DL_CUDA, _DL_CUDA_HOST, _DL_CUDA_MANAGED = 1, 2, 3, 13
-_DL_READ_ONLY = 1
+_DL_CUDA, _DL_CUDA_HOST, _DL_CUDA_MANAGED = 2, 3, 13
+_DL_READ_ONLY, _DL_IS_COPIED = 1, 2
 _DL_PREFIXES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
 _DL_NAMES = {
     6: "bool",
@@ -312,6 +317,10 @@ def _read_dlpack(name: str, array: Any, stream: int) -> ArrayView:
     capsule = _export(name, array, _dlpack_stream(stream))
     # The capsule is read and dropped, which releases it; the caller's array keeps the memory alive.
     flags, tensor = _open_capsule(name, capsule)
+    if flags & _DL_IS_COPIED:
+        raise ValueError(f"{name} was exported as a copy; a store must reach the array itself")
+    if not 0 <= tensor.ndim <= 64 or (tensor.ndim and not tensor.shape):
+        raise ValueError(f"{name} has a malformed DLPack export: {tensor.ndim} dimensions")
     shape = tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
     bits = tensor.dtype.bits * tensor.dtype.lanes
     if bits % 8:
@@ -355,6 +364,8 @@ def _open_capsule(name: str, capsule: Any) -> tuple[int, _DLTensor]:
         if managed.major != 1:
             raise TypeError(f"{name} speaks DLPack {managed.major}.{managed.minor}; this package knows 1.x")
         return managed.flags, managed.tensor
+    if not _capsule_is_valid(capsule, b"dltensor"):
+        raise TypeError(f"{name} must export a fresh DLPack capsule, got {capsule!r}")
     return 0, _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
 
 
@@ -395,13 +406,22 @@ def stream_handle(stream: Any) -> int:
     TypeError
         Not a stream.
     """
+    handle = _stream_number(stream)
+    if not 0 <= handle < 2**64:
+        raise ValueError(f"stream must be a handle, and handles are not negative and have 64 bits, got {handle}")
+    return handle
+
+
+def _stream_number(stream: Any) -> int:
     if isinstance(stream, int | np.integer) and not isinstance(stream, bool):
-        if stream < 0:
-            raise ValueError(f"stream must be a handle, and handles are not negative, got {stream}")
         return int(stream)
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
-        return int((protocol() if callable(protocol) else protocol)[1])
+        try:
+            _version, handle = protocol() if callable(protocol) else protocol
+            return operator.index(handle)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"stream has a malformed __cuda_stream__: {error}") from error
     for attribute in ("cuda_stream", "ptr"):  # torch, CuPy of before the protocol
         handle = getattr(stream, attribute, None)
         if handle is not None:

@@ -74,7 +74,7 @@ def link_cubin(ptx: str, cc: tuple[int, int]) -> LinkedKernel:
 
 
 _loaded: dict[tuple[StoreSpec, int], int] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finaliser may store while we compile
 
 
 def loaded_kernel(spec: StoreSpec, device: int) -> int:

@@ -6,11 +6,10 @@ the wrong kind, ValueError for the wrong value. Nothing has been written when on
 """
 
 import functools
-import operator
 from typing import Any, NamedTuple
 
 from .arrays import ArrayFacts, ArrayView
-from .layout import INDEX_BITS, check_row_bytes, check_split
+from .layout import INDEX_BITS, check_row_bytes, check_split, integer
 
 __all__ = ["MAX_BATCH", "PlanKey", "StoreRequest", "check_store"]
 
@@ -62,13 +61,16 @@ def check_store(
         Shapes, strides, alignment, devices, split, limit, or a read-only cache.
     """
     if type(num_split) is not int:
-        num_split = _integer("num_split", num_split)
+        num_split = integer("num_split", num_split)
     if type(size_limit) is not int:
-        size_limit = _integer("size_limit", 0 if size_limit is None else size_limit)
+        size_limit = integer("size_limit", 0 if size_limit is None else size_limit)
     facts = _check_facts(k.facts, v.facts, k_cache.facts, v_cache.facts, indices.facts, num_split, size_limit)
     if facts is None:
         return None
     k_stride, v_stride, k_cache_stride, v_cache_stride = facts.strides
+    addresses = (k.address, v.address, k_cache.address, v_cache.address, indices.address)
+    if min(addresses) <= 0 or max(addresses) >= 2**64:
+        _refuse_addresses((k, v, k_cache, v_cache, indices))
     if indices.address % indices.facts.itemsize:
         raise ValueError(f"indices must be aligned to {indices.itemsize} bytes, got address {indices.address:#x}")
     k_bits = k.address | k_cache.address | k_stride | k_cache_stride | 16
@@ -81,7 +83,6 @@ def check_store(
         k_row_bytes, v_row_bytes = facts.row_bytes
         key = PlanKey(k_row_bytes, v_row_bytes, *alignment, num_split, INDEX_BITS[indices.dtype], k_cache.device)
         facts.keys[alignment] = key
-    addresses = (k.address, v.address, k_cache.address, v_cache.address, indices.address)
     return StoreRequest(facts.batch, key, (*addresses, *facts.rest))
 
 
@@ -136,19 +137,10 @@ def _check_facts(
     return _Facts(batch, row_bytes, strides, (*strides, _index_stride(indices), batch, limit), {})
 
 
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value}")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {type(value).__qualname__}") from None
-
-
 def _check_dtypes(rows: dict[str, ArrayView], indices: ArrayView) -> None:
     dtype = rows["k_cache"].dtype
     for name, view in rows.items():
-        if view.dtype != dtype:
+        if (view.dtype, view.itemsize) != (dtype, rows["k_cache"].itemsize):
             raise TypeError(
                 f"{name} and k_cache must have one dtype, got {view.dtype} and {dtype}; rows are moved bit for bit, "
                 "so convert or view them alike first"
@@ -160,7 +152,10 @@ def _check_dtypes(rows: dict[str, ArrayView], indices: ArrayView) -> None:
 def _check_shapes(rows: dict[str, ArrayView], indices: ArrayView) -> None:
     for name, view in rows.items():
         if len(view.shape) != 2:
-            raise ValueError(f"{name} must have 2 dimensions (rows, elements of a row), got shape {view.shape}")
+            raise ValueError(
+                f"{name} must have 2 dimensions (rows, elements of a row), got shape {view.shape}; "
+                "view heads, and pages of slots, as one dimension each"
+            )
     if len(indices.shape) != 1:
         raise ValueError(f"indices must have 1 dimension (B,), got shape {indices.shape}")
     batch = indices.shape[0]
@@ -168,7 +163,8 @@ def _check_shapes(rows: dict[str, ArrayView], indices: ArrayView) -> None:
         if rows[name].shape[0] != batch:
             raise ValueError(
                 f"{name} and indices must have one row count B, got {rows[name].shape[0]} rows in {name} and {batch} "
-                f"in indices; pass {name}[:{min(rows[name].shape[0], batch)}] to leave padding out"
+                f"in indices; pass {name if rows[name].shape[0] > batch else 'indices'}"
+                f"[:{min(rows[name].shape[0], batch)}] to leave padding out"
             )
     for name in ("k", "v"):
         width, cache_width = rows[name].shape[1], rows[f"{name}_cache"].shape[1]
@@ -220,6 +216,12 @@ def _index_stride(indices: ArrayView) -> int:
     if stride % indices.itemsize:
         raise ValueError(f"indices must have a stride of whole elements ({indices.itemsize} bytes), got {stride} bytes")
     return stride
+
+
+def _refuse_addresses(views: tuple[ArrayView, ...]) -> None:
+    for name, view in zip((*ROW_ARRAYS, "indices"), views, strict=True):
+        if not 0 < view.address < 2**64:
+            raise ValueError(f"{name} must have memory, got address {view.address:#x} with shape {view.shape}")
 
 
 def _refuse_alignment(views: tuple[ArrayView, ...], strides: tuple[int, ...]) -> None:

@@ -22,8 +22,11 @@ def load(folder: Path | None, key: str) -> bytes | None:
     """The content saved under `key`, or None."""
     if folder is None or not _is_private(folder):
         return None
+    path = _path(folder, key)
     try:
-        data = _path(folder, key).read_bytes()
+        if not path.is_file():
+            return None
+        data = path.read_bytes()
     except OSError:
         return None
     digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]

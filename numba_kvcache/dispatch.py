@@ -1,6 +1,7 @@
 """The one road a call takes: arrays -> checks -> layout -> kernel -> launch."""
 
 import contextlib
+import threading
 from typing import Any, NamedTuple
 
 from . import driver, fast_road, settings
@@ -9,7 +10,7 @@ from .compiler import EARLY_LAUNCH_SINCE, loaded_kernel
 from .contract import MAX_BATCH, PlanKey, StoreRequest, check_store
 from .kernel import StoreSpec, build_kernel
 from .launch import launch
-from .layout import INDEX_BITS, StoreLayout, plan_store, strategies
+from .layout import INDEX_BITS, StoreLayout, integer, plan_store, strategies
 from .settings import SIMULATED
 
 __all__ = ["can_use_store_kvcache", "store_kvcache", "warmup"]
@@ -149,10 +150,15 @@ def _layout(key: PlanKey) -> StoreLayout:
     return plan_store(key.k_row_bytes, key.v_row_bytes, key.num_split, key.k_alignment, key.v_alignment)
 
 
+# Numba's simulator swaps the kernel's globals while it runs one.
+_simulator = threading.RLock()
+
+
 def _simulate(request: StoreRequest) -> None:
     layout = _layout(request.key)
     kernel = build_kernel(StoreSpec(layout, request.key.index_bits, early_launch=True))
-    kernel[layout.grid(request.batch), layout.block](*request.arguments)
+    with _simulator:
+        kernel[layout.grid(request.batch), layout.block](*request.arguments)
 
 
 def use_early_launch(device: int) -> bool:
@@ -172,9 +178,16 @@ def can_use_store_kvcache(row_bytes: int, v_row_bytes: int = 0, num_split: int =
         Bytes of one row of K and of V; `v_row_bytes=0` means as K.
     num_split : int
         As for store_kvcache.
+
+    Raises
+    ------
+    TypeError
+        An argument that is no integer.
     """
+    widths = integer("row_bytes", row_bytes), integer("v_row_bytes", v_row_bytes)
+    num_split = integer("num_split", num_split)
     try:
-        plan_store(row_bytes, v_row_bytes, num_split)
+        plan_store(*widths, num_split)
     except ValueError:
         return False
     return True
@@ -213,12 +226,17 @@ def warmup(
     RuntimeError
         No usable GPU.
     """
+    row_bytes, v_row_bytes = integer("row_bytes", row_bytes), integer("v_row_bytes", v_row_bytes)
+    num_split, alignment = integer("num_split", num_split), integer("alignment", alignment)
+    device = None if device is None else integer("device", device)
     plan_store(row_bytes, v_row_bytes, num_split, alignment, alignment)
     if index_dtype not in INDEX_BITS:
         raise ValueError(f"index_dtype must be one of {', '.join(INDEX_BITS)}, got {index_dtype!r}")
     if SIMULATED:
         return  # nothing to compile
     ordinal = driver.current_device() if device is None else device
+    if not 0 <= ordinal < driver.device_count():
+        raise ValueError(f"device must be one of {driver.device_count()} GPUs, counted from 0, got {ordinal}")
     key = PlanKey(
         row_bytes, v_row_bytes or row_bytes, alignment, alignment, num_split, INDEX_BITS[index_dtype], ordinal
     )

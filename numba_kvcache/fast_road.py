@@ -29,7 +29,9 @@ ways: dict[type, str] = {}
 
 # Rows are published last word first, under the GIL: a reader, which holds it too, sees whole rows only.
 
-_lock = threading.Lock()
+# A finaliser may store, and so come here, while we are here. At worst the row that one of the two calls wrote is lost:
+# rows are whole and carry their key, so what is lost takes the Python road.
+_lock = threading.RLock()
 _keep: list[Any] = []  # types and dtypes whose addresses are in the table
 
 
@@ -47,14 +49,15 @@ def remember_type(kind: type, *, writable: bool) -> None:
 
     `writable` says that no array of the type is ever read-only, so that it may be a cache.
     """
+    if kind in ways:
+        return
+    way, to_dltensor, current_stream = _way_to_read(kind)
     with _lock:
-        if kind in ways:
+        if ways.setdefault(kind, way) is not way or to_dltensor is None:
             return
-        ways[kind], to_dltensor, current_stream = _way_to_read(kind)
         offset = _free_row(native.TYPES, native.TYPE_BYTES, native.MAX_TYPES)
         if offset is None:
             ways[kind] = "Python road: more array types than the table holds"
-        if to_dltensor is None or offset is None:
             return
         _keep.append(kind)
         _write(offset, id(kind), to_dltensor, current_stream, writable)
@@ -91,7 +94,7 @@ def remember_plan(
     """
     with _lock:
         first, second = _key_words(*key)
-        if first < 0 or len(bands) > native.MAX_BANDS:
+        if len(bands) > native.MAX_BANDS:
             return
         used = int(np.count_nonzero(_state[(native.PLANS + native.PLAN_USED) // 8 :: native.PLAN_BYTES // 8]))
         if used >= native.MAX_PLANS // 2:  # half full: the search stays short, and the Python road serves the rest
@@ -109,8 +112,6 @@ def remember_plan(
 def _key_words(
     k_row_bytes: int, v_row_bytes: int, k_align: int, v_align: int, num_split: int, index_bits: int, device: int
 ) -> tuple[int, int]:
-    if max(k_row_bytes, v_row_bytes) >= 2**31:
-        return -1, -1
     first = k_row_bytes | v_row_bytes << 32
     return first, k_align | v_align << 8 | num_split << 16 | index_bits << 24 | device << 32
 
@@ -138,13 +139,16 @@ def _remember_dtypes() -> None:
 
 
 _function: Callable[..., Any]
-_status = "not built yet: the first call on a GPU builds it"
+_status = ""
 _builder: threading.Thread | None = None
 
 
 def status() -> str:
     """Whether the fast road is in force, and if not, why."""
-    return _status
+    if _status:
+        return _status
+    reason = _obstacle()
+    return f"off: {reason}" if reason else "not built yet: the first call on a GPU builds it"
 
 
 def attach(function: Callable[..., Any]) -> None:
@@ -165,7 +169,10 @@ def start() -> None:
             _status = f"off: {reason}"
             return
         _status = "being built"
-        _builder.start()
+        try:
+            _builder.start()
+        except RuntimeError as error:  # no more threads, or the interpreter is going down
+            _status = f"off: {error}"
 
 
 def wait() -> None:
@@ -216,7 +223,7 @@ def compile_entry() -> int:
     _write(native.NAMES, *map(id, names))
     _write(native.NONE, id(None), id(int), id(OwnedPointer))
     _write(native.DEVICE_COUNT, driver.device_count())
-    early = (ctypes.c_int32 * 18)(6, 0, 1)  # as launch._Attribute
+    early = (ctypes.c_int32 * 18)(6, 0, 1)  # as launch._early_launch
     _state[native.ATTRIBUTE // 8 : native.ATTRIBUTE // 8 + 9] = np.frombuffer(bytes(early), np.int64)
     if _state[native.DTYPES // 8] == 0:
         _remember_dtypes()
@@ -224,7 +231,7 @@ def compile_entry() -> int:
     signature = types.int64(types.int64, types.int64, types.int64, types.int64)
     try:
         compiled = cfunc(signature, cache=True)(native.entry)
-    except RuntimeError:  # Numba finds no folder that it may write to
+    except Exception:  # Numba finds no folder that it may write to, or a damaged file in it
         compiled = cfunc(signature)(native.entry)
     _keep.append(compiled)
     return int(compiled.address)

@@ -15,7 +15,7 @@ from typing import Any
 
 from numba import cuda
 
-from .layout import INDEX_BITS, PLAIN, StoreLayout, Strategy, plan_store
+from .layout import INDEX_BITS, PLAIN, StoreLayout, Strategy, integer, plan_store
 from .settings import SIMULATED
 
 if SIMULATED:
@@ -101,8 +101,12 @@ def make_store_kernel(
     """
     if index_dtype not in INDEX_BITS:
         raise ValueError(f"index_dtype must be one of {', '.join(INDEX_BITS)}, got {index_dtype!r}")
-    layout = plan_store(element_bytes, v_element_bytes, num_split, alignment, alignment)
-    return build_kernel(StoreSpec(layout, INDEX_BITS[index_dtype], early_launch))
+    alignment = integer("alignment", alignment)
+    layout = plan_store(
+        integer("element_bytes", element_bytes), integer("v_element_bytes", v_element_bytes),
+        integer("num_split", num_split), alignment, alignment,
+    )  # fmt: skip
+    return build_kernel(StoreSpec(layout, INDEX_BITS[index_dtype], bool(early_launch)))
 
 
 @functools.lru_cache(maxsize=1024)

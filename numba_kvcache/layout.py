@@ -9,7 +9,9 @@ SGLang); `num_split=0` lets this module choose, down to a single thread per row.
 """
 
 import functools
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "INDEX_BITS",
@@ -20,6 +22,7 @@ __all__ = [
     "Strategy",
     "check_row_bytes",
     "check_split",
+    "integer",
     "plan_store",
     "strategies",
 ]
@@ -27,6 +30,9 @@ __all__ = [
 WARP = 32
 
 VECTOR_BYTES = (16, 8, 4)
+
+# Vectors of a row are counted in 32 bits.
+MAX_ROW_BYTES = 2**31 - 4
 
 # dtype of `indices` -> its bits.
 INDEX_BITS = {"int32": 32, "int64": 64}
@@ -119,6 +125,19 @@ class StoreLayout:
         return -(-batch * self.parts // self.groups)
 
 
+def integer(name: str, value: Any) -> int:
+    """`value` as a plain int; TypeError unless it is an integer (NumPy's are, bool is not).
+
+    Plain, because equal integers of other types hash alike: one in a cached layout would come back for every int.
+    """
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value}")
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(value).__qualname__}") from None
+
+
 def check_split(num_split: int) -> None:
     """Raise ValueError unless `num_split` is one that the kernel knows."""
     if num_split not in SPLIT_MULTIPLE:
@@ -129,6 +148,8 @@ def check_row_bytes(name: str, row_bytes: int, num_split: int) -> None:
     """Raise ValueError unless rows of `row_bytes` bytes can be moved under `num_split`; `name` is for the message."""
     if row_bytes <= 0:
         raise ValueError(f"rows of {name} must hold at least 4 bytes, got {row_bytes}")
+    if row_bytes > MAX_ROW_BYTES:
+        raise ValueError(f"rows of {name} may hold at most {MAX_ROW_BYTES} bytes, got {row_bytes}")
     if row_bytes % SPLIT_MULTIPLE[0]:
         raise ValueError(
             f"rows of {name} must be a multiple of 4 bytes (the kernel moves uint32), got {row_bytes} bytes"

@@ -563,6 +563,8 @@ def serve(args, count, names):
         row = find_type(array)
         if row == 0 or not read_view(array, row, views + VIEW_BYTES * i, frame):
             return False
+        if load(views + VIEW_BYTES * i + ADDRESS) == 0:
+            return False
         if load(row + 24) == 0:
             if i == 2 or i == 3:
                 return False

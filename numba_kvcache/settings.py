@@ -32,7 +32,7 @@ def cache_folder() -> Path | None:
     """
     folder = os.environ.get("NUMBA_KVCACHE_CACHE_DIR")
     if folder is not None:
-        return Path(folder) if folder else None
+        return Path(folder).expanduser() if folder else None
     base = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "numba_kvcache"

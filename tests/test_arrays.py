@@ -159,7 +159,13 @@ def test_dlpack_null_strides_of_other_dimensions(shape, strides):
 
 def test_dlpack_read_only_flag():
     assert read_array("k", DLPackArray(0x1000, (4, 8), None, flags=1), 0).readonly is True
-    assert read_array("k", DLPackArray(0x1000, (4, 8), None, flags=2), 0).readonly is False
+    assert read_array("k", DLPackArray(0x1000, (4, 8), None, flags=4), 0).readonly is False
+
+
+def test_a_dlpack_export_that_is_a_copy_is_refused():
+    """The store would go to the copy, which is freed."""
+    with pytest.raises(ValueError, match="k_cache was exported as a copy"):
+        read_array("k_cache", DLPackArray(0x1000, (4, 8), None, flags=2), 0)
 
 
 # dlpack.h's type codes; the names are torch's and NumPy's, so that equal types of two libraries are equal.
@@ -229,7 +235,7 @@ def test_dlpack_devices_that_it_does_not(kind):
 def test_host_objects_are_refused(array):
     kind = type(array).__name__
     with pytest.raises(
-        TypeError, match=rf"k must be an array that a kernel can reach, got .*{kind}.*arrays on a CUDA GPU"
+        TypeError, match=rf"k must be an array that a kernel can reach, got .*{kind}.*copy it to the GPU"
     ):
         read_array("k", array, 0)
 
@@ -237,7 +243,7 @@ def test_host_objects_are_refused(array):
 @needs_simulator
 @pytest.mark.parametrize("array", [[[1.0]], 7, None, memoryview(b"1234")])
 def test_what_the_simulator_refuses(array):
-    with pytest.raises(TypeError, match=r"v_cache must be an array .*\(simulator\)"):
+    with pytest.raises(TypeError, match=r"v_cache must be an array .*the simulator takes"):
         read_array("v_cache", array, 0)
 
 
@@ -392,3 +398,64 @@ def test_torch_tensors_on_the_simulator():
     for source, cache in zip((k, v), caches, strict=True):
         assert torch.equal(cache[[3, 1]], source.detach())
         assert not cache[[0, 2]].any()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What hostile or odd producers once broke: look-alike numbers left in caches, missing memory, references as data.
+
+
+class Interface:
+    def __init__(self, interface):
+        self.__cuda_array_interface__ = interface
+
+
+@needs_simulator
+@pytest.mark.parametrize(
+    "interface",
+    [
+        {}, None, {"shape": (4, 8), "typestr": "<f2"}, {"shape": 4, "typestr": "<f2", "data": (0x1000, False)},
+        {"shape": (4.0, 8), "typestr": "<f2", "data": (0x1000, False)},
+        {"shape": (4, 8), "typestr": "<f2", "data": (0x1000, False), "strides": (16.0, 2)},
+        {"shape": (4, 8), "typestr": "<f2", "data": 0x1000},
+    ],
+)  # fmt: skip
+def test_malformed_interfaces(interface):
+    read_array("k", Interface({"shape": (4, 8), "typestr": "<f2", "data": (0, False)}), 0)  # the type is known now
+    with pytest.raises(TypeError, match="k has a malformed __cuda_array_interface__"):
+        read_array("k", Interface(interface), 0)
+
+
+@needs_simulator
+def test_interface_numbers_become_plain():
+    shape, data = (np.int32(0), np.int64(8)), (np.uint64(0x1000), 0)
+    address, facts = read_array("k", Interface({"shape": shape, "typestr": "<f2", "data": data}), 0)
+    assert {type(x) for x in (address, *facts.shape, *facts.strides)} == {int}
+    assert type(facts.readonly) is bool
+
+
+@needs_simulator
+def test_a_stride_per_dimension():
+    short = Interface({"shape": (0, 8), "typestr": "<f2", "data": (0x1000, False), "strides": (2,)})
+    with pytest.raises(ValueError, match="k must have a stride per dimension"):
+        read_array("k", short, 0)
+
+
+@needs_simulator
+def test_references_are_no_data():
+    with pytest.raises(TypeError, match="k must hold plain data, got dtype object"):
+        read_array("k", np.array([["a"]], object), 0)
+
+
+@pytest.mark.parametrize("stream", [-1, 2**64])
+def test_stream_numbers_have_64_bits(stream):
+    with pytest.raises(ValueError, match="stream must be a handle"):
+        stream_handle(stream)
+
+
+def test_malformed_stream_protocol():
+    class Short:
+        def __cuda_stream__(self):
+            return (0,)
+
+    with pytest.raises(TypeError, match="stream has a malformed __cuda_stream__"):
+        stream_handle(Short())

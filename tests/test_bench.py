@@ -605,7 +605,7 @@ def test_the_reference_is_built_for_every_width():
 @needs_compiler
 @pytest.mark.parametrize("row_bytes", [128, 4096])
 def test_the_prototype_is_what_was_measured(row_bytes):
-    """One index, one 16-byte load and store each of K and V, nothing before the wait: as its first measured form had."""
+    """One index, one 16-byte load and store each of K and V, nothing before the wait."""
     from numba import cuda
 
     from benchmarks.peers.prototype import make_kernel

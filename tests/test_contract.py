@@ -28,13 +28,17 @@ def view(name, shape, dtype="float16", *, pitch=None, strides=None, address=None
     return ArrayView(BASE[name] if address is None else address, facts)
 
 
-def call(batch=4, width=128, slots=64, *, num_split=0, size_limit=0, **views):
-    """A valid call, but for the views given."""
-    arrays = {
+def call_views(batch=4, width=128, slots=64):
+    return {
         "k": view("k", (batch, width)), "v": view("v", (batch, width)),
         "k_cache": view("k_cache", (slots, width)), "v_cache": view("v_cache", (slots, width)),
         "indices": view("indices", (batch,), "int64"),
     }  # fmt: skip
+
+
+def call(batch=4, width=128, slots=64, *, num_split=0, size_limit=0, **views):
+    """A valid call, but for the views given."""
+    arrays = call_views(batch, width, slots)
     return check_store(**{**arrays, **views}, num_split=num_split, size_limit=size_limit)
 
 
@@ -366,3 +370,19 @@ def test_same_facts_at_another_address_are_checked_again():
     assert call(k=view("k", (4, 128), address=0x10004)).key.k_alignment == 4
     with pytest.raises(ValueError, match="k must be aligned"):
         call(k=view("k", (4, 128), address=0x10002))
+
+
+@pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache", "indices"])
+@pytest.mark.parametrize("address", [0, -16, 2**64])
+def test_arrays_without_memory_are_refused(name, address):
+    """A torch storage that was resized to nothing keeps its shape; its address is null."""
+    valid = call_views()
+    with pytest.raises(ValueError, match=f"{name} must have memory"):
+        call(**{name: valid[name]._replace(address=address)})
+
+
+def test_equal_names_of_other_sizes_are_other_types():
+    valid = call_views()
+    wide = valid["k"]._replace(facts=valid["k"].facts._replace(itemsize=4, strides=(512, 4)))
+    with pytest.raises(TypeError, match="k and k_cache must have one dtype"):
+        call(k=wide)

@@ -195,3 +195,24 @@ def test_host_arrays_need_no_gpu_to_be_refused():
     host = [np.zeros((8, 64), np.float16) for _ in range(4)]
     with pytest.raises(TypeError, match=r"k must be an array that a kernel can reach, got numpy\.ndarray"):
         store_kvcache(*host, np.zeros(8, np.int64))
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.int32])
+def test_numpy_integers_are_plain_integers_to_the_helpers(kind):
+    """They hash like ints: one in a cached layout would come back for every later call of that width."""
+    from numba_kvcache import can_use_store_kvcache, make_store_kernel
+    from numba_kvcache.layout import plan_store
+
+    assert can_use_store_kvcache(kind(52))
+    layout = make_store_kernel(kind(52), num_split=kind(1), alignment=kind(4)).layout
+    assert type(layout.k.row_bytes) is type(layout.parts) is int
+    assert type(plan_store(52).k.row_bytes) is int
+
+
+@pytest.mark.parametrize("value", [None, "256", 256.0, True, [256]])
+def test_helpers_refuse_what_is_no_integer(value):
+    from numba_kvcache import can_use_store_kvcache, make_store_kernel, warmup
+
+    for helper in (can_use_store_kvcache, make_store_kernel, warmup):
+        with pytest.raises(TypeError, match="_bytes must be an integer"):
+            helper(value)

@@ -839,13 +839,6 @@ def test_colliding_keys_are_found(road, home):
 
 
 @faked
-def test_rows_too_wide_for_a_key_are_not_remembered(road):
-    know(2**31)
-    assert not fast_road._state[native.PLANS // 8 :].any()
-    assert not road(*wide_arrays(2**31))
-
-
-@faked
 def test_too_many_bands_are_not_remembered(road):
     know(bands=tuple((i, i) for i in range(1, 6)))
     assert not road(*make_arrays())
