@@ -81,3 +81,8 @@ def test_readme_names_every_variable():
     read = set(re.findall(r"os\.environ\.get\(\"(NUMBA_KVCACHE_\w+)\"", settings))
     assert read
     assert read == set(re.findall(r"NUMBA_KVCACHE_\w+", README))
+
+
+@pytest.mark.parametrize("document", sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]), ids=lambda p: p.name)
+def test_no_figure_waits_to_be_filled(document):
+    assert "{{" not in document.read_text()
