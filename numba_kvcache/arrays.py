@@ -8,7 +8,8 @@ kind                                  read through
 ====================================  ==================================================================================
 torch tensors                         their attributes: DLPack refuses tensors that require grad, and the array
                                       interface knows neither bf16 nor fp8
-Numba device arrays, CuPy, others     `__cuda_array_interface__`
+Numba device arrays, CuPy             their attributes
+other array interfaces                `__cuda_array_interface__`
 other producers (JAX, ...)            `__dlpack__`, read here because cuda.core's view has no bf16 and no fp8 dtype
 on the simulator                      NumPy arrays, `cuda.to_device` arrays and torch CPU tensors as well
 ====================================  ==================================================================================
@@ -55,7 +56,7 @@ class ArrayFacts(NamedTuple):
 
 
 class ArrayView(NamedTuple):
-    """What the rest of the package knows of an array. (Tuples: five are made per call, at half a dataclass's cost.)"""
+    """What the rest of the package knows of an array. (Tuples, since five are made per call.)"""
 
     address: int
     facts: ArrayFacts
@@ -162,7 +163,7 @@ def _read_torch(name: str, tensor: Any, stream: int) -> ArrayView:
 
 @functools.lru_cache(maxsize=4096)
 def _torch_facts(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, device: int) -> ArrayFacts:
-    """What a view holds besides its address. (Cached, as is _numpy_facts: a third of the reading's cost.)"""
+    """What a view holds besides its address. (Cached, as is _numpy_facts.)"""
     name, itemsize = str(dtype).removeprefix("torch."), dtype.itemsize
     return ArrayFacts(tuple(shape), tuple([stride * itemsize for stride in strides]), name, itemsize, device, False)
 

@@ -72,7 +72,7 @@ def current_device() -> int:
 def push_device(device: int) -> bool:
     """Make `device` current unless a context of it already is; True if pop_device must follow.
 
-    (Not a context manager: a generator's two switches cost a microsecond of every call.)
+    (Not a context manager, whose generator every call would pay for.)
     """
     initialise()
     status, current = cu.cuCtxGetDevice()

@@ -41,12 +41,12 @@ INDEX_BITS = {"int32": 32, "int64": 64}
 # part; 0 (the package chooses) and 1 ask only for whole words.
 SPLIT_MULTIPLE = {0: 4, 1: 4, 2: 256, 4: 512}
 
-# Blocks of 128 threads were at or near the best in every cell of a sweep of 64 to 512 on an H200.
+# Blocks of 128 threads, or 256 for the widest rows, were at or near the best of 64 to 256 on an H200.
 BLOCK = 128
 MAX_BLOCK = 256
 
 # Every load of a step is issued before its first store, so words in flight are registers: 16 words of K and 16 of V
-# keep the kernel near 60 registers, which still lets 1,024 threads run on an SM.
+# make 44 to 54 registers in one step, at most 73 (sm_80) in several; tests/test_machine_code.py bounds them.
 MAX_WORDS_IN_FLIGHT = 16
 
 
