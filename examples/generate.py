@@ -30,7 +30,7 @@ PROMPT = 13  # tokens; not a whole page, so that pages are left half full and fi
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 # A simulated thread is a Python thread, so the simulator gets a model that is no more than a sketch of one.
-LAYERS, HIDDEN, HEADS, KV_HEADS, TOKENS = (2, 64, 4, 2, 6) if SIMULATED else (4, 1024, 16, 4, 64)
+LAYERS, HIDDEN, HEADS, KV_HEADS, TOKENS = (2, 64, 4, 2, 10) if SIMULATED else (4, 1024, 16, 4, 64)
 
 # transformers 5 renamed the argument on its way.
 CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaModel.forward).parameters else "past_key_values"
@@ -74,7 +74,7 @@ class PagedLayer(CacheLayerMixin):
         return self.length
 
     def get_mask_sizes(self, query: Any) -> tuple[int, int]:
-        """How many positions attention sees when `query` tokens are added (a count, or their positions), and the first."""
+        """How many positions attention sees with `query` (a count, or positions) more tokens; and the first of them."""
         return self.length + (query if isinstance(query, int) else query.shape[0]), 0
 
     def get_max_length(self) -> int:
@@ -121,7 +121,7 @@ class PagedCache(Cache):
     """The cache of one sequence, and what hands out its pages."""
 
     def __init__(self, model: Any, max_length: int, layer: type[PagedLayer]) -> None:
-        pages, settings = -(-max_length // PAGE) + 3, model.config
+        pages, settings = -(-max_length // PAGE) + 3, model.config  # three more than this sequence will need
         width = settings.num_key_value_heads * settings.head_dim
         pool = torch.zeros(2, settings.num_hidden_layers, pages * PAGE, width, dtype=model.dtype, device=model.device)
         self.slots = torch.zeros(max_length, dtype=torch.int64, device=model.device)
@@ -177,8 +177,8 @@ def make_model(layers: int, device: str) -> Any:
         num_key_value_heads=KV_HEADS, vocab_size=1000, max_position_embeddings=4096,
         initializer_range=0.2,  # ten times the usual: the tokens then depend on all that the cache holds
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(settings).eval()
-    return model.to(device, torch.float32 if SIMULATED else torch.bfloat16)
+    dtype = torch.float32 if SIMULATED else torch.bfloat16
+    return transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype).to(device).eval()
 
 
 def main() -> None:
@@ -193,15 +193,18 @@ def main() -> None:
     model = make_model(options.layers, "cpu" if SIMULATED else "cuda")
     prompt = torch.randint(model.config.vocab_size, (1, PROMPT), device=model.device)
     max_length = PROMPT + options.tokens
-    print(f"Llama, {options.layers} layers, {model.dtype}; torch {torch.__version__}, transformers {transformers.__version__}")
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    print(f"Llama, {options.layers} layers, {model.dtype}, on {model.device}; {versions}")
 
     # Equal tokens need equal arithmetic, so each kind of layer is held against the library's cache of the same shapes.
     def compare(name: str, layer: type[PagedLayer], library: Cache, use_graph: bool = False) -> bool:
         expected = generate(model, library, prompt, options.tokens)
         cache = PagedCache(model, max_length, layer)
         tokens = generate(model, cache, prompt, options.tokens, use_graph)
-        verdict = "equal to" if tokens == expected else f"NOT equal to {expected} of"
-        print(f"{name}, pages {cache.pages}: {tokens} {verdict} {type(library).__name__}")
+        verdict = "equal to" if tokens == expected else f"NOT equal to {expected[:8]}... of"
+        print(
+            f"{name}: {len(tokens)} tokens {tokens[:8]}... on pages {cache.pages}, {verdict} {type(library).__name__}"
+        )
         return tokens == expected
 
     def static_cache() -> Cache:

@@ -10,8 +10,10 @@ torch tensors                         their attributes: DLPack refuses tensors t
                                       interface knows neither bf16 nor fp8
 Numba device arrays, CuPy             their attributes
 other array interfaces                `__cuda_array_interface__`
-other producers (JAX, ...)            `__dlpack__`, read here because cuda.core's view has no bf16 and no fp8 dtype
-on the simulator                      NumPy arrays, `cuda.to_device` arrays and torch CPU tensors as well
+other producers                       `__dlpack__`, read here because cuda.core's view has no bf16 and no fp8 dtype
+JAX                                   `__dlpack__`, never to be written: JAX arrays do not change
+on the simulator                      NumPy arrays, `cuda.to_device` arrays, torch CPU tensors and DLPack producers
+                                      whose memory the host reaches
 ====================================  ==================================================================================
 """
 
@@ -129,6 +131,9 @@ def _find_reader(name: str, array: Any) -> Reader:
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
         return _read_cupy
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(array, jax.Array) and hasattr(array, "__dlpack_device__"):
+        return _read_jax  # not by the array interface, which JAX's bf16 and fp8 arrays lack
     if getattr(array, "__cuda_array_interface__", None) is not None:
         return _read_cuda_array_interface
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
@@ -139,7 +144,7 @@ def _find_reader(name: str, array: Any) -> Reader:
 def _not_a_device_array(name: str, array: Any, where: str = "") -> TypeError:
     kind = f"{type(array).__module__}.{type(array).__qualname__}".removeprefix("builtins.")
     if SIMULATED:
-        cure = "the simulator takes NumPy arrays, cuda.to_device arrays and torch CPU tensors"
+        cure = "the simulator takes NumPy arrays, cuda.to_device arrays, torch CPU tensors and DLPack on the host"
     else:
         cure = "copy it to the GPU first (numba.cuda.to_device, tensor.cuda())"
     return TypeError(f"{name} must be an array that a kernel can reach, got {kind}{where}; {cure}")
@@ -283,7 +288,8 @@ class _DLManagedTensorVersioned(ctypes.Structure):
 
 
 # The DLPack 1.3 header: device kinds and type codes.
-_DL_CUDA, _DL_CUDA_HOST, _DL_CUDA_MANAGED = 2, 3, 13
+_DL_CPU, _DL_CUDA, _DL_CUDA_HOST, _DL_CUDA_MANAGED = 1, 2, 3, 13
+_DL_REACHED = {_DL_CUDA_HOST, _DL_CUDA_MANAGED, _DL_CPU if SIMULATED else _DL_CUDA}
 _DL_READ_ONLY, _DL_IS_COPIED = 1, 2
 _DL_PREFIXES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
 _DL_NAMES = {
@@ -308,14 +314,7 @@ _capsule_is_valid.restype, _capsule_is_valid.argtypes = ctypes.c_int, [ctypes.py
 
 
 def _read_dlpack(name: str, array: Any, stream: int) -> ArrayView:
-    kind, ordinal = array.__dlpack_device__()
-    if SIMULATED:
-        device = SIMULATED_DEVICE
-    elif kind in (_DL_CUDA, _DL_CUDA_HOST, _DL_CUDA_MANAGED):
-        device = ordinal
-    else:
-        raise _not_a_device_array(name, array, f" on DLPack device ({int(kind)}, {ordinal})")
-    capsule = _export(name, array, _dlpack_stream(stream))
+    ordinal, capsule = _export(name, array, _dlpack_stream(stream))
     # The capsule is read and dropped, which releases it; the caller's array keeps the memory alive.
     flags, tensor = _open_capsule(name, capsule)
     if flags & _DL_IS_COPIED:
@@ -338,18 +337,30 @@ def _read_dlpack(name: str, array: Any, stream: int) -> ArrayView:
             strides,
             _dlpack_dtype_name(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes),
             itemsize,
-            device,
+            SIMULATED_DEVICE if SIMULATED else ordinal,
             bool(flags & _DL_READ_ONLY),
         ),
     )
 
 
-def _export(name: str, array: Any, stream: int | None) -> Any:
+def _read_jax(name: str, array: Any, stream: int) -> ArrayView:
+    if array.is_deleted():
+        raise ValueError(f"{name} is a JAX array without memory: it has been deleted, or donated to a computation")
+    view = _read_dlpack(name, array, stream)
+    # By rule and not by flag: JAX before 0.12 exports no flags.
+    return view._replace(facts=view.facts._replace(readonly=True))
+
+
+def _export(name: str, array: Any, stream: int | None) -> tuple[int, Any]:
+    """The device's ordinal and a capsule; where that is refused (several devices hold the array, say), a ValueError."""
     try:
+        kind, ordinal = array.__dlpack_device__()
+        if kind not in _DL_REACHED:
+            raise _not_a_device_array(name, array, f" on DLPack device ({int(kind)}, {ordinal})")
         try:
-            return array.__dlpack__(stream=stream, max_version=(1, 3))
+            return ordinal, array.__dlpack__(stream=stream, max_version=(1, 3))
         except TypeError:  # a producer of before DLPack 1.0
-            return array.__dlpack__(stream=stream)
+            return ordinal, array.__dlpack__(stream=stream)
     except BufferError as error:
         raise ValueError(f"{name} cannot be exported through DLPack: {error}") from error
 

@@ -42,7 +42,8 @@ class DLPackArray:
     """A DLPack producer; `old` ones know neither max_version nor versioned capsules."""
 
     def __init__(
-        self, address, shape, strides, dtype=(FLOAT, 16, 1), *, offset=0, flags=0, major=1, old=False, device=(2, 0)
+        self, address, shape, strides, dtype=(FLOAT, 16, 1), *, offset=0, flags=0, major=1, old=False,
+        device=(1, 0) if SIMULATED else (2, 0),
     ):  # fmt: skip
         self.device, self.old, self.streams = device, old, []
         self.extents = (ctypes.c_int64 * max(1, len(shape)))(*shape)
@@ -204,6 +205,33 @@ def test_dlpack_refusal_becomes_a_value_error():
     array.__dlpack__ = refuse
     with pytest.raises(ValueError, match="v cannot be exported through DLPack: this one stays here"):
         read_array("v", array, 0)
+
+
+def test_dlpack_refusal_to_name_a_device_becomes_a_value_error():
+    """As of an array that lies on several."""
+    array = DLPackArray(0x1000, (4, 8), None)
+
+    def refuse():
+        raise BufferError("which of the two?")
+
+    array.__dlpack_device__ = refuse
+    with pytest.raises(ValueError, match="v cannot be exported through DLPack: which of the two"):
+        read_array("v", array, 0)
+
+
+@needs_simulator
+@pytest.mark.parametrize("kind", [3, 13])
+def test_dlpack_devices_that_the_simulator_reaches_too(kind):
+    array = DLPackArray(0x1000, (4, 8), None, device=(kind, 3))
+    assert read_array("k", array, 0).device == SIMULATED_DEVICE
+
+
+@needs_simulator
+@pytest.mark.parametrize("kind", [2, 10])
+def test_dlpack_devices_that_the_simulator_does_not_reach(kind):
+    """Once a segmentation fault: a GPU's address was taken for one of the host."""
+    with pytest.raises(TypeError, match=rf"k must be an array .* on DLPack device \({kind}, 0\); the simulator takes"):
+        read_array("k", DLPackArray(0x1000, (4, 8), None, device=(kind, 0)), 0)
 
 
 @needs_compiler
