@@ -121,7 +121,7 @@ class PagedCache(Cache):
     """The cache of one sequence, and what hands out its pages."""
 
     def __init__(self, model: Any, max_length: int, layer: type[PagedLayer]) -> None:
-        pages, settings = -(-max_length // PAGE) + 3, model.config  # three more than this sequence will need
+        pages, settings = max_length // PAGE + 3, model.config  # three more than this sequence will need
         width = settings.num_key_value_heads * settings.head_dim
         pool = torch.zeros(2, settings.num_hidden_layers, pages * PAGE, width, dtype=model.dtype, device=model.device)
         self.slots = torch.zeros(max_length, dtype=torch.int64, device=model.device)
@@ -175,7 +175,7 @@ def make_model(layers: int, device: str) -> Any:
     settings = transformers.LlamaConfig(
         hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=layers, num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS, vocab_size=1000, max_position_embeddings=4096,
-        initializer_range=0.2,  # ten times the usual: the tokens then depend on all that the cache holds
+        initializer_range=1.6 * HIDDEN**-0.5,  # more than usual: the tokens then depend on what the cache holds
     )  # fmt: skip
     dtype = torch.float32 if SIMULATED else torch.bfloat16
     return transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype).to(device).eval()
@@ -192,9 +192,9 @@ def main() -> None:
 
     model = make_model(options.layers, "cpu" if SIMULATED else "cuda")
     prompt = torch.randint(model.config.vocab_size, (1, PROMPT), device=model.device)
-    max_length = PROMPT + options.tokens
+    max_length = -(-(PROMPT + options.tokens) // PAGE) * PAGE  # whole pages
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"Llama, {options.layers} layers, {model.dtype}, on {model.device}; {versions}")
+    print(f"Llama, {options.layers} layers, {model.dtype}, on {model.device}, {options.tokens} tokens; {versions}")
 
     # Equal tokens need equal arithmetic, so each kind of layer is held against the library's cache of the same shapes.
     def compare(name: str, layer: type[PagedLayer], library: Cache, use_graph: bool = False) -> bool:
@@ -202,9 +202,7 @@ def main() -> None:
         cache = PagedCache(model, max_length, layer)
         tokens = generate(model, cache, prompt, options.tokens, use_graph)
         verdict = "equal to" if tokens == expected else f"NOT equal to {expected[:8]}... of"
-        print(
-            f"{name}: {len(tokens)} tokens {tokens[:8]}... on pages {cache.pages}, {verdict} {type(library).__name__}"
-        )
+        print(f"{name}: {tokens[:8]}... on pages {cache.pages}, {verdict} {type(library).__name__}")
         return tokens == expected
 
     def static_cache() -> Cache:
