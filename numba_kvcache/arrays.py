@@ -377,8 +377,8 @@ def _dlpack_dtype_name(code: int, bits: int, lanes: int) -> str:
 
 
 def never_readonly(kind: type) -> bool:
-    """Whether no array of this type, which has been read before, can be read-only: torch tensors and Numba arrays."""
-    return _readers[kind] is _read_torch or getattr(kind, "__cuda_ndarray__", False)
+    """Whether no array of this type, which has been read before, can be read-only: those of torch, Numba and CuPy."""
+    return _readers[kind] in (_read_torch, _read_cupy) or getattr(kind, "__cuda_ndarray__", False)
 
 
 def current_stream(array: Any) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from . import driver
 
-__all__ = ["launch"]
+__all__ = ["EARLY_LAUNCH", "launch"]
 
 # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the grid may start before the one before it has finished.
 EARLY_LAUNCH_ATTRIBUTE = 6
@@ -19,7 +19,8 @@ EARLY_LAUNCH_ATTRIBUTE = 6
 
 # CUlaunchAttribute: id, then a union of 64 bytes at offset 8.
 _early_launch = ctypes.create_string_buffer(struct.pack("i4xi60x", EARLY_LAUNCH_ATTRIBUTE, 1), 72)
-_EARLY_LAUNCH = ctypes.addressof(_early_launch)
+EARLY_LAUNCH = ctypes.addressof(_early_launch)
+"""Address of the launch attribute, for both host roads."""
 
 # A block holds one call: CUlaunchConfig (grid, block, shared bytes, stream, attributes, their count), the parameters as
 # compiler.SIGNATURE has them, and the addresses of those.
@@ -56,7 +57,7 @@ def launch(kernel: int, grid: int, block: int, stream: int, early_launch: bool, 
     except IndexError:
         entry = _new_block()
     values, base = entry
-    attributes, count = (_EARLY_LAUNCH, 1) if early_launch else (0, 0)
+    attributes, count = (EARLY_LAUNCH, 1) if early_launch else (0, 0)
     _CALL.pack_into(values, 0, grid, 1, 1, block, 1, 1, 0, stream, attributes, count, *arguments)
     status = _launch_kernel()(base, kernel, base + _POINTERS, None)
     _free.append(entry)

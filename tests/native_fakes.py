@@ -179,8 +179,8 @@ class Fields(ctypes.Structure):
         ("strides_at", ctypes.c_uint64),
         ("byte_offset", ctypes.c_uint64),
         ("fails", ctypes.c_int64),
-        ("extents", ctypes.c_int64 * 3),
-        ("steps", ctypes.c_int64 * 3),
+        ("extents", ctypes.c_int64 * 5),
+        ("steps", ctypes.c_int64 * 5),
     )
 
     def __init__(self, shape, strides, dtype, address, *, ordinal=0, device_kind=CUDA, offset=0, conj=False):
@@ -266,6 +266,34 @@ def numba_array(shape, strides, dtype, address, *, pointer=ctypes.c_size_t, owne
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# CuPy's arrays
+
+
+class CupyArray:
+    """Stands for cupy.ndarray: what both roads ask of one. Strides in bytes."""
+
+    def __init__(self, shape, strides, dtype, address):
+        self.shape, self.strides, self.dtype = shape, strides, np.dtype(dtype)
+        self.data = python_types.SimpleNamespace(ptr=address, device_id=device_of(address))
+
+
+cupy_streams = {}
+"""The handle of CuPy's current stream, by device; or an exception, raised when it is asked for."""
+
+
+def _cupy_current_stream(device_id=-1):
+    handle = cupy_streams[CONTEXTS.index(int(control[CONTEXT])) if device_id == -1 else device_id]
+    if isinstance(handle, BaseException):
+        raise handle
+    return python_types.SimpleNamespace(ptr=handle)
+
+
+_cupy = python_types.ModuleType("cupy")
+_cupy.ndarray = CupyArray
+_cupy.cuda = python_types.SimpleNamespace(get_current_stream=_cupy_current_stream)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The process
 
 CONTEXTS = (0x1000, 0x1001)  # of devices 0 and 1
@@ -284,7 +312,7 @@ def install():
         "cuCtxGetCurrent": _current_context,
         "cuPointerGetAttribute": _pointer_attribute,
     }
-    sys.modules["torch"] = _torch
+    sys.modules["torch"], sys.modules["cupy"] = _torch, _cupy
     driver.procedure = lambda name, version=12000: entries[name].address
     driver.device_count = lambda: 2
     driver.initialise = lambda: None
@@ -321,6 +349,7 @@ def reset():
     control[:] = 0
     control[CONTEXT], control[STREAM] = CONTEXTS[0], 0x7000
     control[ERROR], control[ROAD_RESULT] = id(RuntimeError), id(Ellipsis)
+    cupy_streams.update({0: 0x9000, 1: 0x9001})
     records[:] = per_thread[:] = 0
     forget_plans()
     fast_road._state[native.TYPES // 8 : native.DTYPES // 8] = 0

@@ -9,6 +9,7 @@ import functools
 import gc
 import inspect
 import itertools
+import math
 import os
 import pickle
 import pydoc
@@ -33,7 +34,7 @@ AT_LEAST = 250
 
 if IN_CHILD:
     import native_fakes as fakes
-    from native_fakes import CONTEXTS, Parameter, Tensor, control, last_launch, numba_array
+    from native_fakes import CONTEXTS, CupyArray, Parameter, Tensor, control, last_launch, numba_array
 
     fakes.install()
     python_road = fakes.python_road()
@@ -329,6 +330,19 @@ def test_arrays_that_cannot_be_read_are_given_back(road, at, fails):
     arrays[at].fails = fails
     assert not road(*arrays)
     assert control[fakes.LAUNCHES] == 0
+
+
+@faked
+@pytest.mark.parametrize("at", range(5))
+def test_an_interrupt_is_passed_on(road, at):
+    """Ctrl-C while an array is read is the caller's to see: the Python road is not asked to do it all again."""
+    know()
+    control[fakes.ERROR] = id(KeyboardInterrupt)
+    arrays = make_arrays()
+    arrays[at].fails = 1
+    with pytest.raises(KeyboardInterrupt):
+        road(*arrays)
+    assert control[fakes.LAUNCHES] == control[fakes.ROAD_CALLS] == 0
 
 
 @faked
@@ -728,6 +742,149 @@ def test_a_pointer_without_value_is_given_back(numba_road):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# CuPy's arrays
+
+
+def cupy_arrays(batch=4, slots=64):
+    return [
+        *(CupyArray((rows, 128), (256, 2), "float16", 0x10000 * (i + 1))
+          for i, rows in enumerate((batch, batch, slots, slots))),
+        CupyArray((batch,), (8,), "int64", 0x50000),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def cupy_road(road):
+    fast_road.remember_type(CupyArray, writable=True)
+    know()
+    return road
+
+
+@faked
+def test_cupy_arrays(cupy_road):
+    assert fast_road.ways[CupyArray] == "native: CuPy's attributes"
+    assert cupy_road(*cupy_arrays())
+    assert last_launch()["stream"] == 0x9000
+    assert last_launch()["parameters"] == [*range(0x10000, 0x60000, 0x10000), 256, 256, 256, 256, 8, 4, 64]
+    mixed = [c if i % 2 else t for i, (c, t) in enumerate(zip(cupy_arrays(), make_arrays(), strict=True))]
+    assert cupy_road(*mixed)
+    assert last_launch()["stream"] == 0x7000  # k_cache is a tensor
+
+
+@faked
+def test_cupy_arrays_on_another_gpu(cupy_road):
+    """`data.device_id` is asked for where there is more than one GPU; the stream is that of the current one."""
+    know(device=1)
+    arrays = cupy_arrays()
+    arrays[1].data.device_id = 1
+    assert not cupy_road(*arrays)
+    for array in arrays:
+        array.data.device_id = 1
+    assert not cupy_road(*arrays)  # device 0 is current
+    control[fakes.CONTEXT] = CONTEXTS[1]
+    assert cupy_road(*arrays)
+    assert last_launch()["stream"] == 0x9001
+    fast_road._write(native.DEVICE_COUNT, 1)
+    del arrays[1].data.device_id
+    control[fakes.CONTEXT] = CONTEXTS[0]
+    assert cupy_road(*arrays)
+
+
+@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *map(_without, ("shape", "strides", "dtype", "data")),
+        _with(shape=()), _with(shape=None), _with(strides=(256, None)), _with(dtype=np.dtype(">f2")), _with(data=None),
+        lambda array: delattr(array.data, "ptr"),
+        lambda array: setattr(array.data, "ptr", 0),
+        lambda array: setattr(array.data, "ptr", "16"),
+    ],
+)  # fmt: skip
+@faked
+def test_cupy_arrays_that_are_given_back(cupy_road, spoil, at):
+    arrays = cupy_arrays()
+    assert cupy_road(*arrays)
+    spoil(arrays[at])
+    assert not cupy_road(*arrays)
+    assert control[fakes.LAUNCHES] == 1
+
+
+@faked
+def test_a_cupy_stream_that_cannot_be_found_is_given_back(cupy_road):
+    fakes.cupy_streams[0] = ValueError("no stream")
+    assert not cupy_road(*cupy_arrays())
+    assert control[fakes.LAUNCHES] == 0
+    assert cupy_road(*cupy_arrays(), stream=3)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pages of slots, rows of heads
+
+
+def shaped(rows, row, strides=None, at=0x10000):
+    """A tensor of float16 with these leading and row dimensions, dense unless strides (in elements) are given."""
+    shape = (*rows, *row)
+    dense = [1]
+    for extent in reversed(shape[1:]):
+        dense.insert(0, dense[0] * extent)
+    return Tensor(shape, strides or tuple(dense), "float16", at)
+
+
+@pytest.mark.parametrize(
+    ("row", "leading", "k_strides", "cache_strides", "served"),
+    [
+        ((128,), (4, 16), None, None, True),
+        ((2, 64), (64,), None, None, True),
+        ((2, 64), (4, 16), None, None, True),
+        ((2, 64), (4, 16), (384, 64, 1), None, True),  # a slice of a fused projection
+        ((2, 64), (4, 16), None, (4096, 256, 64, 1), True),  # slots apart, pages that follow
+        ((2, 64), (4, 16), None, (8192, 128, 64, 1), False),  # K and V pages by turns
+        ((2, 64), (4, 1), None, (8192, 5, 64, 1), True),  # one slot a page: its stride is not looked at
+        ((2, 64), (1, 16), None, (5, 128, 64, 1), True),
+        ((2, 64), (4, 16), (256, 128, 1), None, False),  # heads apart
+        ((1, 128), (4, 16), (128, 7, 1), None, True),
+        ((128, 1), (64,), (128, 1, 9), None, True),
+    ],
+)
+@faked
+def test_pages_and_heads(road, row, leading, k_strides, cache_strides, served):
+    know()
+    k, v = (shaped((4,), row, k_strides, at) for at in (0x10000, 0x20000))
+    caches = [shaped(leading, row, cache_strides, at) for at in (0x30000, 0x40000)]
+    assert road(k, v, *caches, make_arrays()[4]) is served
+    if served:
+        slots = math.prod(leading)
+        steps = caches[0].stride()
+        stride = steps[1] if len(leading) == 2 and leading[1] > 1 else steps[0]  # from slot to slot
+        assert last_launch()["parameters"][5:] == [
+            2 * k.stride()[0], 2 * v.stride()[0], 2 * stride, 2 * stride, 8, 4, slots,
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("k_row", "cache"),
+    [
+        ((128,), (4, 4, 4, 128)),
+        ((128,), (64, 2, 64)),
+        ((2, 64), (64, 128)),
+        ((64, 2), (64, 2, 64)),
+        ((2, 2, 32), (64, 2, 2, 32)),
+        ((0, 64), (64, 0, 64)),
+        ((2**31, 2**32), (64, 2**31, 2**32)),
+        ((2**16, 2**15), (64, 2**16, 2**15)),
+    ],
+)
+@faked
+def test_shapes_that_are_given_back(road, k_row, cache):
+    know()
+    rest = make_arrays()
+    assert not road(shaped((4,), k_row), rest[1], shaped(cache, ()), *rest[3:])
+    assert not road(rest[0], shaped((4,), k_row), rest[2], shaped(cache, ()), rest[4])
+    assert control[fakes.LAUNCHES] == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # References and threads
 
 
@@ -1043,6 +1200,7 @@ def replace_sys(patch, **values):
                 "version_info": (3, 12, 0, "final", 0),
                 "maxsize": sys.maxsize,
                 "intern": sys.intern,
+                "modules": sys.modules,
                 **values,
             }
         ),
