@@ -9,6 +9,7 @@ import ctypes
 import struct
 import sys
 import types as python_types
+from typing import NamedTuple
 
 import numpy as np
 from numba import cfunc, types
@@ -203,17 +204,24 @@ _CAPSULE_NAME = b"dlpack_exchange_api"
 _capsule, _table = exchange_table()
 
 
+class Device(NamedTuple):
+    """What torch.device is."""
+
+    type: str
+    index: int
+
+
 class Tensor(Fields):
     """Stands for torch.Tensor, with what the Python road asks of one."""
 
     __dlpack_c_exchange_api__ = _capsule
 
     is_cuda = property(lambda self: self.device_kind == CUDA)
-    device = property(lambda self: python_types.SimpleNamespace(type="cuda" if self.is_cuda else "cpu"))
+    device = property(lambda self: Device("cuda" if self.is_cuda else "cpu", self.ordinal))
     shape = property(lambda self: tuple(self.extents[: self.ndim]))
     dtype = property(lambda self: _by_word[self.code, self.bits, self.lanes])
 
-    def get_device(self):
+    def get_device(self):  # of the current stream
         return self.ordinal
 
     def is_neg(self):
@@ -354,7 +362,7 @@ def reset():
     forget_plans()
     fast_road._state[native.TYPES // 8 : native.DTYPES // 8] = 0
     fast_road.ways.clear()
-    arrays._readers.clear()  # so that the Python road reports the types anew
+    arrays.readers.clear()  # so that the Python road reports the types anew
     arrays.unreported.clear()
     fast_road._write(native.DEVICE_COUNT, 2)
     fast_road._write(native.PYTHON_ROAD, _road.address)
