@@ -66,10 +66,10 @@ VIEWS = 64  # five views of eight words
 DLTENSOR = 384
 STREAM = 432
 CONFIG = 440  # CUlaunchConfig
-ARGUMENTS = 496  # twelve words
-POINTERS = 592  # twelve addresses of those
-SCRATCH = 688
-FRAME_BYTES = 696
+ARGUMENTS = 496  # thirteen words
+POINTERS = 600  # thirteen addresses of those
+SCRATCH = 704
+FRAME_BYTES = 712
 
 # A view: what arrays.ArrayView is, in int64 words. All strides in bytes; dtype as DLPack packs it.
 VIEW_BYTES = 64
@@ -515,7 +515,8 @@ def launch_plan(plan, batch, size_limit, stream, frame):
         store(arguments + 40 + 8 * i, row_stride(views + VIEW_BYTES * i))
     store(arguments + 80, batch)
     store(arguments + 88, size_limit)
-    for i in range(12):
+    store(arguments + 96, 0)  # skip index, which these kernels do not look at
+    for i in range(13):
         store(frame + POINTERS + 8 * i, arguments + 8 * i)
     kernel = plan_kernel(plan, batch)
     groups, attributes = load(plan + PLAN_GROUPS), load(plan + PLAN_ATTRIBUTES)

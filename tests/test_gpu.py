@@ -465,7 +465,7 @@ def stale_results(chain, strategy, repeats, microseconds):
     linked = compiler.link_cubin(compiler.compile_ptx(spec, capability), capability)
     handle = driver.load_kernel(linked.cubin, spec.name)
     addresses = [array.device_ctypes_pointer.value for array in chain.arguments()]
-    arguments = (*addresses, 1024, 1024, 1024, 1024, 4, 3, 16)
+    arguments = (*addresses, 1024, 1024, 1024, 1024, 4, 3, 16, 0)
     stale = 0
     for i in range(repeats):
         chain.fill(early_fill, 1000 * (i + 1), 0, microseconds)

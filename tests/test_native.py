@@ -94,7 +94,7 @@ def know(row_bytes=256, v_row_bytes=None, k_align=16, v_align=16, split=0, bits=
     v_row_bytes = v_row_bytes or row_bytes
     layout = plan_store(row_bytes, v_row_bytes, split, k_align, v_align)
     bands = options.get("bands", ((2, 11), (40, 12), (LARGEST, 13)))
-    key = (row_bytes, v_row_bytes, k_align, v_align, split, bits, device)
+    key = (row_bytes, v_row_bytes, k_align, v_align, split, bits, device, options.get("skipping", False))
     fast_road.remember_plan(key, options.get("context", CONTEXTS[device]), bands, layout, options.get("early", True))
     return layout
 
@@ -122,7 +122,7 @@ def test_every_word_of_a_launch(road, early):
         "attributes": np.array([6, 0, 1, *[0] * 15], np.int32).tobytes() if early else b"",
         "count": int(early),
         "kernel": 12,
-        "parameters": [0x10100, 0x20000, 0x30000, 0x40000, 0x50008, 768, -128, 512, 128, 8, 3, 50],
+        "parameters": [0x10100, 0x20000, 0x30000, 0x40000, 0x50008, 768, -128, 512, 128, 8, 3, 50, 0],
         "extra": 0,
     }
 
@@ -134,7 +134,7 @@ def test_one_row_has_stride_zero(road):
     k, v = (Tensor((1, 128), (stride, 1), "float16", at) for stride, at in ((3, 0x10000), (2**62, 0x20000)))
     caches = [Tensor((1, 128), (stride, 1), "float16", at) for stride, at in ((1, 0x30000), (0, 0x40000))]
     assert road(k, v, *caches, Tensor((1,), (7,), "int64", 0x50000))
-    assert last_launch()["parameters"][5:] == [0, 0, 0, 0, 0, 1, 1]
+    assert last_launch()["parameters"][5:] == [0, 0, 0, 0, 0, 1, 1, 0]
 
 
 @faked
@@ -647,7 +647,7 @@ def numba_road(road):
 def test_numba_arrays(numba_road, pointer):
     assert numba_road(*numba_arrays(pointer=pointer))
     assert last_launch()["stream"] == 0
-    assert last_launch()["parameters"] == [*range(0x10000, 0x60000, 0x10000), 256, 256, 256, 256, 8, 4, 64]
+    assert last_launch()["parameters"] == [*range(0x10000, 0x60000, 0x10000), 256, 256, 256, 256, 8, 4, 64, 0]
     mixed = [n if i % 2 else t for i, (n, t) in enumerate(zip(numba_arrays(), make_arrays(), strict=True))]
     assert numba_road(*mixed)
     assert last_launch()["stream"] == 0x7000  # k_cache is a tensor
@@ -823,7 +823,7 @@ def test_256_plans_are_remembered_and_no_more(road):
 @faked
 @pytest.mark.parametrize("home", [3, native.MAX_PLANS - 1], ids=["middle", "wraps around"])
 def test_colliding_keys_are_found(road, home):
-    second = fast_road._key_words(16, 16, 16, 16, 0, 64, 0)[1]
+    second = fast_road._key_words(16, 16, 16, 16, 0, 64, 0, False)[1]
     widths = [
         width
         for width in range(16, 16 * 20_000, 16)
@@ -974,7 +974,7 @@ def test_a_call_site_that_was_hot_before_takes_the_road(road, monkeypatch):
 
 @needs_vectorcall
 def test_it_is_still_the_python_function(in_force):
-    assert [*inspect.signature(in_force).parameters] == list(native.PARAMETERS)
+    assert [*inspect.signature(in_force).parameters] == [*native.PARAMETERS, "skip_index"]
     assert inspect.isfunction(in_force)
     assert "Write row i of `k` and `v`" in pydoc.render_doc(in_force)
     assert pickle.loads(pickle.dumps(in_force)) is in_force
