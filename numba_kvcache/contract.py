@@ -1,12 +1,14 @@
 """What a call must be: every public check, in one pure function of five views.
 
 Symbols, the same in the whole package: B rows in the batch, H heads of D elements, or just D elements, per row of K;
-Hv and Dv per row of V; N and Nv slots in the caches, or P pages of S slots. A failed check names the argument, the rule, what was given, and where it helps what to do. TypeError is for
-the wrong kind, ValueError for the wrong value. Nothing has been written when one is raised.
+Hv and Dv per row of V; N and Nv slots in the caches, or P pages of S slots. A failed check names the argument, the
+rule, what was given, and where it helps what to do. TypeError is for the wrong kind, ValueError for the wrong value.
+Nothing has been written when one is raised.
 """
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .arrays import ArrayFacts, ArrayView
@@ -105,15 +107,24 @@ class _Facts(NamedTuple):
     keys: dict[tuple[int, int], PlanKey]  # by the alignment of K and of V
 
 
-class Rows(NamedTuple):
-    """An array as rows, which is all that the kernel knows of it; the slots of all pages of a cache are its rows."""
+@dataclass(frozen=True)
+class Rows:
+    """An array as rows, which is all that the kernel knows of it; the slots of all pages of a cache are its rows.
+
+    Attributes
+    ----------
+    count, row_bytes : int
+        How many rows, of how many bytes.
+    dense : bool
+        Whether the elements of a row follow one another without gaps, in C order.
+    stride : int or None
+        Bytes from row to row: 0 where there is one row, None where no one stride leads through all of them.
+    """
 
     count: int
     row_bytes: int
     dense: bool
-    """Whether the elements of a row follow one another without gaps, in C order."""
     stride: int | None
-    """Bytes from row to row: 0 where there is one row, None where no one stride leads through all of them."""
 
 
 def as_rows(facts: ArrayFacts, row_dimensions: int) -> Rows:

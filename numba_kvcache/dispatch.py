@@ -31,7 +31,8 @@ def store_kvcache(
     """Write row i of `k` and `v` into slot `indices[i]` of two paged caches, in one launch.
 
     ``k_cache[indices[i], :] = k[i, :]`` and ``v_cache[indices[i], :] = v[i, :]`` for every i, bit for bit, for any
-    dtype. Slots are counted across pages: slot = page * page size + offset. The call returns once the launch is queued; it never waits for the GPU and never allocates device memory.
+    dtype. Slots are counted across pages: slot = page * page size + offset. The call returns once the launch is queued;
+    it never waits for the GPU and never allocates device memory.
 
     Parameters
     ----------

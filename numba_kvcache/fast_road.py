@@ -117,7 +117,7 @@ def _key_words(
     num_split: int,
     index_bits: int,
     device: int,
-    skipping: bool,
+    skipping: int,
 ) -> tuple[int, int]:
     first = k_row_bytes | v_row_bytes << 32
     return first, k_align | v_align << 8 | num_split << 16 | index_bits << 24 | device << 32 | skipping << 56

@@ -170,8 +170,8 @@ def build_kernel(spec: StoreSpec) -> Any:
         k_target = u64(u64(k_cache + u64(i64(index) * k_cache_stride)) + k_offset)
         v_target = u64(u64(v_cache + u64(i64(index) * v_cache_stride)) + v_offset)
         in_bounds = index >= i64(0) and index < size_limit
-        # Such a row is loaded all the same: to leave earlier, it would have to wait for its index.
-        skipped = skipping and index == skip_index
+        # A row that is left out is loaded all the same: to leave earlier, every row would have to wait for its index.
+        wanted = not skipping or index != skip_index
 
         for step in range(steps):
             k_at, v_at = u64(step * k_step * k_vector_bytes), u64(step * v_step * v_vector_bytes)
@@ -181,10 +181,11 @@ def build_kernel(spec: StoreSpec) -> Any:
             v_words = load_v(u64(v_source + v_at), v_vector)
             if early_launch and release_late and step == steps - 1:
                 release_dependents()
-            check_slot(in_bounds or skipped)
-            if in_bounds and not skipped:
-                store_k(u64(k_target + k_at), k_vector, k_words)
-                store_v(u64(v_target + v_at), v_vector, v_words)
+            if wanted:
+                check_slot(in_bounds)
+                if in_bounds:
+                    store_k(u64(k_target + k_at), k_vector, k_words)
+                    store_v(u64(v_target + v_at), v_vector, v_words)
 
     kernel = cuda.jit(store_kvcache)
     kernel.layout = layout
