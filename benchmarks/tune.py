@@ -33,7 +33,7 @@ def _peer(name: str, strategy: Strategy) -> Peer:
         stored = (a.k, a.v, a.k_cache, a.v_cache, a.indices)
         strides = (array.strides[0] for array in stored)
         slots = min(a.k_cache.shape[0], a.v_cache.shape[0])
-        arguments = (*map(address, stored), *strides, cell.batch, slots)
+        arguments = (*map(address, stored), *strides, cell.batch, slots, 0)
         return lambda: launch(kernel, layout.grid(cell.batch), layout.block, stream, early, arguments)
 
     return Peer(name, bind)

@@ -26,21 +26,23 @@ def store_kvcache(
     size_limit: int | None = 0,
     *,
     stream: Any = None,
+    skip_index: int | None = None,
 ) -> None:
     """Write row i of `k` and `v` into slot `indices[i]` of two paged caches, in one launch.
 
     ``k_cache[indices[i], :] = k[i, :]`` and ``v_cache[indices[i], :] = v[i, :]`` for every i, bit for bit, for any
-    dtype. The call returns once the launch is queued; it never waits for the GPU and never allocates device memory.
+    dtype. Slots are counted across pages: slot = page * page size + offset. The call returns once the launch is queued;
+    it never waits for the GPU and never allocates device memory.
 
     Parameters
     ----------
-    k : device array, shape (B, D)
+    k : device array, shape (B, D) or (B, H, D)
         New keys, one row per token. Any row stride, dense rows, 4-byte aligned; rows of a multiple of 4 bytes.
-    v : device array, shape (B, Dv)
-        New values, of k's dtype. Width and strides may differ from k's.
-    k_cache : device array, shape (N, D)
-        Slots for keys, of k's dtype; rows must not overlap.
-    v_cache : device array, shape (Nv, Dv)
+    v : device array, shape (B, Dv) or (B, Hv, Dv)
+        New values, of k's dtype. Row shape and strides may differ from k's.
+    k_cache : device array, shape (N, *row) or (P, S, *row), where row is k.shape[1:]
+        Slots for keys, or pages of S slots, all of them one stride apart; of k's dtype. Rows must not overlap.
+    v_cache : device array, shape (Nv, *row) or (Pv, Sv, *row), where row is v.shape[1:]
         Slots for values.
     indices : device array, shape (B,), int32 or int64
         The slot of each row; any stride. A slot outside [0, size_limit) fails an assert on the device: its line is
@@ -53,13 +55,16 @@ def store_kvcache(
     stream : optional
         A Numba, torch, CuPy or cuda.core stream, anything with `__cuda_stream__`, or a handle. None: the current
         stream of the library that owns `k_cache`; for Numba arrays, Numba's default stream.
+    skip_index : int, optional
+        Rows whose index is this one are not written, be it a slot or (as -1) none: the padding of a graph. None: no row
+        is left out.
 
     Raises
     ------
     TypeError
         An argument of the wrong kind: a host array, a list, dtypes that differ, indices of another type.
     ValueError
-        An argument of the wrong value: shape, stride, alignment, device, split, limit, a read-only cache.
+        An argument of the wrong value: shape, stride, alignment, device, split, limit, skip index, a read-only cache.
     RuntimeError
         No usable GPU, or the driver refused the launch.
 
@@ -82,6 +87,7 @@ def store_kvcache(
         read_array("indices", indices, handle),
         num_split,
         size_limit,
+        skip_index,
     )
     if request is None:
         return
@@ -135,7 +141,7 @@ def _make_plan(key: PlanKey) -> Plan:
     layout = _layout(key)
     early_launch = use_early_launch(key.device)
     bands = tuple(
-        (largest, loaded_kernel(StoreSpec(layout, key.index_bits, early_launch, strategy), key.device))
+        (largest, loaded_kernel(StoreSpec(layout, key.index_bits, early_launch, strategy, key.skipping), key.device))
         for largest, strategy in strategies(layout, driver.sm_count(key.device), early_launch)
     )
     plan = Plan(bands, layout, layout.block, early_launch)
@@ -156,7 +162,8 @@ _simulator = threading.RLock()
 
 def _simulate(request: StoreRequest) -> None:
     layout = _layout(request.key)
-    kernel = build_kernel(StoreSpec(layout, request.key.index_bits, early_launch=True))
+    spec = StoreSpec(layout, request.key.index_bits, early_launch=True, skipping=request.key.skipping)
+    kernel = build_kernel(spec)
     with _simulator:
         kernel[layout.grid(request.batch), layout.block](*request.arguments)
 
@@ -201,6 +208,7 @@ def warmup(
     index_dtype: str = "int64",
     alignment: int = 16,
     device: int | None = None,
+    skipping: bool = False,
 ) -> None:
     """Compile and load ahead of the first call, e.g. before a graph is captured or a server takes requests.
 
@@ -218,6 +226,8 @@ def warmup(
         What divides the addresses and row strides of the calls, in bytes.
     device : int, optional
         CUDA ordinal; the current device by default.
+    skipping : bool
+        Whether the calls will pass a `skip_index`, for which there are kernels of their own.
 
     Raises
     ------
@@ -238,8 +248,9 @@ def warmup(
     if not 0 <= ordinal < driver.device_count():
         raise ValueError(f"device must be one of {driver.device_count()} GPUs, counted from 0, got {ordinal}")
     key = PlanKey(
-        row_bytes, v_row_bytes or row_bytes, alignment, alignment, num_split, INDEX_BITS[index_dtype], ordinal
-    )
+        row_bytes, v_row_bytes or row_bytes, alignment, alignment, num_split, INDEX_BITS[index_dtype], ordinal,
+        bool(skipping),
+    )  # fmt: skip
     pushed = driver.push_device(ordinal)
     try:
         _make_plan(key)

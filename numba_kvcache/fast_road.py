@@ -116,10 +116,17 @@ def remember_plan(
 
 
 def _key_words(
-    k_row_bytes: int, v_row_bytes: int, k_align: int, v_align: int, num_split: int, index_bits: int, device: int
+    k_row_bytes: int,
+    v_row_bytes: int,
+    k_align: int,
+    v_align: int,
+    num_split: int,
+    index_bits: int,
+    device: int,
+    skipping: int,
 ) -> tuple[int, int]:
     first = k_row_bytes | v_row_bytes << 32
-    return first, k_align | v_align << 8 | num_split << 16 | index_bits << 24 | device << 32
+    return first, k_align | v_align << 8 | num_split << 16 | index_bits << 24 | device << 32 | skipping << 56
 
 
 def _python_plan_home(first: int, second: int) -> int:

@@ -24,8 +24,8 @@ EARLY_LAUNCH = ctypes.addressof(_early_launch)
 
 # A block holds one call: CUlaunchConfig (grid, block, shared bytes, stream, attributes, their count), the parameters as
 # compiler.SIGNATURE has them, and the addresses of those.
-_CALL = struct.Struct("3I3II4xQQI4x 5Q5qI4xq")
-_POINTER_TABLE = struct.Struct("12Q")
+_CALL = struct.Struct("3I3II4xQQI4x 5Q5qI4xqq")
+_POINTER_TABLE = struct.Struct("13Q")
 _PARAMETERS = struct.calcsize("3I3II4xQQI4x")
 _POINTERS = _CALL.size
 _Block = ctypes.c_char * (_CALL.size + _POINTER_TABLE.size)
@@ -46,7 +46,7 @@ def _new_block() -> tuple[ctypes.Array[ctypes.c_char], int]:
     block = _Block()
     base = ctypes.addressof(block)
     first = base + _PARAMETERS
-    _POINTER_TABLE.pack_into(block, _POINTERS, *range(first, first + 96, 8))
+    _POINTER_TABLE.pack_into(block, _POINTERS, *range(first, first + 104, 8))
     return block, base
 
 

@@ -58,11 +58,11 @@ def _launch(config, kernel, parameters, extra):
     for i in range(7):
         store(_RECORDS + 8 * i, load(config + 8 * i))
     store(_RECORDS + 56, kernel)
-    for i in range(12):
+    for i in range(13):
         store(_RECORDS + 64 + 8 * i, load(load(parameters + 8 * i)))
-    store(_RECORDS + 160, extra)
+    store(_RECORDS + 168, extra)
     for i in range(9):
-        store(_RECORDS + 168 + 8 * i, load(load(config + 40) + 8 * i) if load32(config + 48) != 0 else 0)
+        store(_RECORDS + 176 + 8 * i, load(load(config + 40) + 8 * i) if load32(config + 48) != 0 else 0)
     return np.int32(load(_LAUNCH_STATUS))
 
 
@@ -121,11 +121,11 @@ def last_launch():
         "block": tuple(grid_block[3:]),
         "shared": shared,
         "stream": stream,
-        "attributes": records[21:30].tobytes() if count else b"",
+        "attributes": records[22:31].tobytes() if count else b"",
         "count": count,
         "kernel": int(records[7]),
-        "parameters": records[8:20].tolist(),
-        "extra": int(records[20]),
+        "parameters": records[8:21].tolist(),
+        "extra": int(records[21]),
     }
 
 
