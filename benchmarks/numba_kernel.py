@@ -7,7 +7,7 @@ from numba import cuda, types
 
 from numba_kvcache import driver
 from numba_kvcache.compiler import SIGNATURE, link_cubin
-from numba_kvcache.launch import launch
+from numba_kvcache.launch import Launch, launch
 
 __all__ = ["IGNORED", "compile_kernel", "make_backlog"]
 
@@ -39,4 +39,4 @@ def make_backlog(stream: int) -> Callable[[], None]:
     Without it, replays of short graphs would be timed at the host's pace.
     """
     kernel = compile_kernel(_nap, "benchmark_nap", 32)
-    return lambda: launch(kernel, 1, 32, stream, False, (*IGNORED, 30, 1, 0))
+    return lambda: launch(Launch(kernel, 1, 32, False), stream, (*IGNORED, 30, 1, 0))

@@ -7,7 +7,7 @@ from numba_kvcache.compiler import loaded_kernel
 from numba_kvcache.dispatch import use_early_launch
 from numba_kvcache.driver import current_device
 from numba_kvcache.kernel import StoreSpec
-from numba_kvcache.launch import launch
+from numba_kvcache.launch import Launch, launch
 from numba_kvcache.layout import Strategy, plan_store
 
 from .gpu import StoreArrays, address
@@ -34,7 +34,8 @@ def _peer(name: str, strategy: Strategy) -> Peer:
         strides = (array.strides[0] for array in stored)
         slots = min(a.k_cache.shape[0], a.v_cache.shape[0])
         arguments = (*map(address, stored), *strides, cell.batch, slots, 0)
-        return lambda: launch(kernel, layout.grid(cell.batch), layout.block, stream, early, arguments)
+        what = Launch(kernel, layout.grid(cell.batch), layout.block, early)
+        return lambda: launch(what, stream, arguments)
 
     return Peer(name, bind)
 

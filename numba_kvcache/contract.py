@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .arrays import ArrayFacts, ArrayView
+from .arrays import ArrayFacts, View
 from .layout import INDEX_BITS, check_row_bytes, check_split, integer
 
-__all__ = ["MAX_BATCH", "PlanKey", "Rows", "StoreRequest", "as_rows", "check_store"]
+__all__ = ["MAX_BATCH", "PlanKey", "Rows", "StoreCase", "as_rows", "check_store"]
 
 # The kernel counts groups of threads in 32 bits, and the grid has as many blocks; 2**31 rows of one word are 8 GiB.
 MAX_BATCH = 2**31 - 1
@@ -35,28 +35,31 @@ class PlanKey(NamedTuple):
     skipping: bool
 
 
-class StoreRequest(NamedTuple):
-    """A checked, non-empty call.
+@dataclass(eq=False)
+class StoreCase:
+    """A checked, non-empty call but for its addresses: one object for all calls of these shapes and alignments.
 
-    `arguments` is what the kernel takes: five addresses, five strides in bytes, batch, size limit, skip index.
+    `decision` is for dispatch.py, which keeps there what it launches for the case.
     """
 
     batch: int
     key: PlanKey
-    arguments: tuple[int, ...]
+    decision: Any = None
 
 
 def check_store(
-    k: ArrayView,  # (B, D) or (B, H, D)
-    v: ArrayView,  # (B, Dv) or (B, Hv, Dv)
-    k_cache: ArrayView,  # (N, *row) or (P, S, *row), with the row of k
-    v_cache: ArrayView,  # (Nv, *row) or (Pv, Sv, *row), with the row of v
-    indices: ArrayView,  # (B,) int32 or int64
+    k: View,  # (B, D) or (B, H, D)
+    v: View,  # (B, Dv) or (B, Hv, Dv)
+    k_cache: View,  # (N, *row) or (P, S, *row), with the row of k
+    v_cache: View,  # (Nv, *row) or (Pv, Sv, *row), with the row of v
+    indices: View,  # (B,) int32 or int64
     num_split: Any = 0,
     size_limit: Any = 0,
     skip_index: Any = None,
-) -> StoreRequest | None:
-    """The request that these arguments make, or None for an empty batch.
+) -> tuple[StoreCase, tuple[int, ...]] | None:
+    """What these arguments come to, and what the kernel takes; or None for an empty batch.
+
+    The kernel takes five addresses, five strides in bytes, batch, size limit, skip index.
 
     Raises
     ------
@@ -72,29 +75,29 @@ def check_store(
         size_limit = integer("size_limit", 0 if size_limit is None else size_limit)
     if skip_index is not None and type(skip_index) is not int:
         skip_index = integer("skip_index", skip_index)
+    (k_at, k_facts), (v_at, v_facts), (k_cache_at, k_cache_facts), (v_cache_at, v_cache_facts) = k, v, k_cache, v_cache
+    indices_at, indices_facts = indices
     facts = _check_facts(
-        k.facts, v.facts, k_cache.facts, v_cache.facts, indices.facts, num_split, size_limit, skip_index
+        k_facts, v_facts, k_cache_facts, v_cache_facts, indices_facts, num_split, size_limit, skip_index
     )
     if facts is None:
         return None
-    k_stride, v_stride, k_cache_stride, v_cache_stride = facts.strides
-    addresses = (k.address, v.address, k_cache.address, v_cache.address, indices.address)
-    if min(addresses) <= 0 or max(addresses) >= 2**64:
+    all_bits = k_at | v_at | k_cache_at | v_cache_at | indices_at
+    if not (k_at and v_at and k_cache_at and v_cache_at and indices_at and 0 < all_bits < 2**64):
         _refuse_addresses((k, v, k_cache, v_cache, indices))
-    if indices.address % indices.facts.itemsize:
-        raise ValueError(f"indices must be aligned to {indices.itemsize} bytes, got address {indices.address:#x}")
-    k_bits = k.address | k_cache.address | k_stride | k_cache_stride | 16
-    v_bits = v.address | v_cache.address | v_stride | v_cache_stride | 16
+    if indices_at & facts.index_mask:
+        raise ValueError(f"indices must be aligned to {facts.index_mask + 1} bytes, got address {indices_at:#x}")
+    k_bits = k_at | k_cache_at | facts.k_bits
+    v_bits = v_at | v_cache_at | facts.v_bits
     if (k_bits | v_bits) & 3:
-        _refuse_alignment((k, v, k_cache, v_cache), facts.strides)
+        _refuse_alignment((k, v, k_cache, v_cache), facts.arguments)
     alignment = (k_bits & -k_bits, v_bits & -v_bits)
-    key = facts.keys.get(alignment)
-    if key is None:
-        k_row_bytes, v_row_bytes = facts.row_bytes
-        index_bits, skipping = INDEX_BITS[indices.dtype], skip_index is not None
-        key = PlanKey(k_row_bytes, v_row_bytes, *alignment, num_split, index_bits, k_cache.device, skipping)
-        facts.keys[alignment] = key
-    return StoreRequest(facts.batch, key, (*addresses, *facts.rest))
+    case = facts.cases.get(alignment)
+    if case is None:
+        bits, device, skipping = INDEX_BITS[indices_facts.dtype], k_cache_facts.device, skip_index is not None
+        key = PlanKey(*facts.row_bytes, *alignment, num_split, bits, device, skipping)
+        case = facts.cases[alignment] = StoreCase(facts.batch, key)
+    return case, (k_at, v_at, k_cache_at, v_cache_at, indices_at, *facts.arguments)
 
 
 class _Facts(NamedTuple):
@@ -102,9 +105,11 @@ class _Facts(NamedTuple):
 
     batch: int
     row_bytes: tuple[int, int]
-    strides: tuple[int, ...]  # of the four row arrays, in bytes
-    rest: tuple[int, ...]  # the kernel's arguments after the addresses
-    keys: dict[tuple[int, int], PlanKey]  # by the alignment of K and of V
+    k_bits: int  # the row strides of source and cache, and 16: their lowest bit bounds the alignment
+    v_bits: int
+    index_mask: int
+    arguments: tuple[int, ...]  # the kernel's, after the addresses
+    cases: dict[tuple[int, int], StoreCase]  # by the alignment of K and of V
 
 
 @dataclass(frozen=True)
@@ -199,8 +204,16 @@ def _check_facts(
     strides = tuple(_row_stride(name, arrays[name], rows[name]) for name in ROW_ARRAYS)
     for name, stride in zip(ROW_ARRAYS[2:], strides[2:], strict=True):
         _check_rows_apart(name, rows[name], stride)
-    rest = (*strides, _index_stride(indices), batch, limit, skip_index or 0)
-    return _Facts(batch, (rows["k"].row_bytes, rows["v"].row_bytes), strides, rest, {})
+    arguments = (*strides, _index_stride(indices), batch, limit, skip_index or 0)
+    return _Facts(
+        batch,
+        (rows["k"].row_bytes, rows["v"].row_bytes),
+        strides[0] | strides[2] | 16,
+        strides[1] | strides[3] | 16,
+        indices.itemsize - 1,
+        arguments,
+        {},
+    )
 
 
 def _check_dtypes(arrays: dict[str, ArrayFacts], indices: ArrayFacts) -> None:
@@ -301,15 +314,15 @@ def _index_stride(indices: ArrayFacts) -> int:
     return stride
 
 
-def _refuse_addresses(views: tuple[ArrayView, ...]) -> None:
-    for name, view in zip((*ROW_ARRAYS, "indices"), views, strict=True):
-        if not 0 < view.address < 2**64:
-            raise ValueError(f"{name} must have memory, got address {view.address:#x} with shape {view.shape}")
+def _refuse_addresses(views: tuple[View, ...]) -> None:
+    for name, (address, facts) in zip((*ROW_ARRAYS, "indices"), views, strict=True):
+        if not 0 < address < 2**64:
+            raise ValueError(f"{name} must have memory, got address {address:#x} with shape {facts.shape}")
 
 
-def _refuse_alignment(views: tuple[ArrayView, ...], strides: tuple[int, ...]) -> None:
-    for name, view, stride in zip(ROW_ARRAYS, views, strides, strict=True):
-        if view.address % 4:
-            raise ValueError(f"{name} must be aligned to 4 bytes, got address {view.address:#x}")
+def _refuse_alignment(views: tuple[View, ...], strides: tuple[int, ...]) -> None:
+    for name, (address, _), stride in zip(ROW_ARRAYS, views, strides[: len(ROW_ARRAYS)], strict=True):
+        if address % 4:
+            raise ValueError(f"{name} must be aligned to 4 bytes, got address {address:#x}")
         if stride % 4:
             raise ValueError(f"{name} must have rows a multiple of 4 bytes apart, got {stride} bytes")

@@ -5,11 +5,11 @@ import threading
 from typing import Any, NamedTuple
 
 from . import driver, fast_road, settings
-from .arrays import current_stream, never_readonly, read_array, stream_handle, unreported
+from .arrays import current_stream, find_reader, never_readonly, readers, stream_handle, unreported
 from .compiler import EARLY_LAUNCH_SINCE, loaded_kernel
-from .contract import MAX_BATCH, PlanKey, StoreRequest, check_store
+from .contract import MAX_BATCH, PlanKey, StoreCase, check_store
 from .kernel import StoreSpec, build_kernel
-from .launch import launch
+from .launch import Launch, launch
 from .layout import INDEX_BITS, StoreLayout, integer, plan_store, strategies
 from .settings import SIMULATED
 
@@ -79,29 +79,20 @@ def store_kvcache(
     >>> store_kvcache(k, v, k_cache, v_cache, slots)  # doctest: +SKIP
     """
     handle = current_stream(k_cache) if stream is None else stream_handle(stream)
-    request = check_store(
-        read_array("k", k, handle),
-        read_array("v", v, handle),
-        read_array("k_cache", k_cache, handle),
-        read_array("v_cache", v_cache, handle),
-        read_array("indices", indices, handle),
-        num_split,
-        size_limit,
-        skip_index,
-    )
-    if request is None:
+    k_view, v_view, k_cache_view, v_cache_view, indices_view = [
+        (readers.get(type(array)) or find_reader(name, array))(name, array, handle)
+        for name, array in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache), ("indices", indices))
+    ]
+    checked = check_store(k_view, v_view, k_cache_view, v_cache_view, indices_view, num_split, size_limit, skip_index)
+    if checked is None:
         return
+    case, arguments = checked
     if SIMULATED:
-        _simulate(request)
+        _simulate(case, arguments)
         return
-    pushed = driver.push_device(request.key.device)
+    pushed = driver.push_device(case.key.device)
     try:
-        plan = _plans.get(request.key) or _make_plan(request.key)
-        grid = plan.layout.grid(request.batch)
-        if request.batch * plan.layout.parts > MAX_BATCH:
-            raise ValueError(f"a batch of {request.batch} rows of this width is too large for one launch; split it")
-        kernel = plan.kernel(request.batch)
-        launch(kernel, grid, plan.block, handle, plan.early_launch, request.arguments)
+        launch(case.decision or _decide(case), handle, arguments)
     finally:
         if pushed:
             driver.pop_device()
@@ -117,20 +108,22 @@ def _report_types() -> None:
             unreported.remove(kind)
 
 
+def _decide(case: StoreCase) -> Launch:
+    """What calls of this case launch, from now on in `case.decision`; the case's device is current."""
+    plan = _plans.get(case.key) or _make_plan(case.key)
+    if case.batch * plan.layout.parts > MAX_BATCH:
+        raise ValueError(f"a batch of {case.batch} rows of this width is too large for one launch; split it")
+    kernel = next(kernel for largest, kernel in plan.bands if case.batch <= largest)
+    decision = case.decision = Launch(kernel, plan.layout.grid(case.batch), plan.layout.block, plan.early_launch)
+    return decision
+
+
 class Plan(NamedTuple):
     """What calls with one PlanKey launch: a kernel for each band of batches (layout.strategies)."""
 
     bands: tuple[tuple[int, int], ...]
     layout: StoreLayout
-    block: int
     early_launch: bool
-
-    def kernel(self, batch: int) -> int:
-        """The kernel for this many rows."""
-        for largest, kernel in self.bands:
-            if batch <= largest:
-                return kernel
-        raise ValueError(f"no kernel serves a batch of {batch} rows")
 
 
 _plans: dict[PlanKey, Plan] = {}
@@ -144,7 +137,7 @@ def _make_plan(key: PlanKey) -> Plan:
         (largest, loaded_kernel(StoreSpec(layout, key.index_bits, early_launch, strategy, key.skipping), key.device))
         for largest, strategy in strategies(layout, driver.sm_count(key.device), early_launch)
     )
-    plan = Plan(bands, layout, layout.block, early_launch)
+    plan = Plan(bands, layout, early_launch)
     if _plans.setdefault(key, plan) is plan:
         functions = tuple((largest, driver.kernel_function(kernel)) for largest, kernel in bands)
         fast_road.remember_plan(key, driver.current_context(), functions, layout, early_launch)
@@ -160,12 +153,11 @@ def _layout(key: PlanKey) -> StoreLayout:
 _simulator = threading.RLock()
 
 
-def _simulate(request: StoreRequest) -> None:
-    layout = _layout(request.key)
-    spec = StoreSpec(layout, request.key.index_bits, early_launch=True, skipping=request.key.skipping)
-    kernel = build_kernel(spec)
+def _simulate(case: StoreCase, arguments: tuple[int, ...]) -> None:
+    layout = _layout(case.key)
+    kernel = build_kernel(StoreSpec(layout, case.key.index_bits, early_launch=True, skipping=case.key.skipping))
     with _simulator:
-        kernel[layout.grid(request.batch), layout.block](*request.arguments)
+        kernel[layout.grid(case.batch), layout.block](*arguments)
 
 
 def use_early_launch(device: int) -> bool:

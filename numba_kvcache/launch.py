@@ -8,10 +8,11 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable
+from typing import NamedTuple
 
 from . import driver
 
-__all__ = ["EARLY_LAUNCH", "launch"]
+__all__ = ["EARLY_LAUNCH", "Launch", "launch"]
 
 # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the grid may start before the one before it has finished.
 EARLY_LAUNCH_ATTRIBUTE = 6
@@ -50,8 +51,18 @@ def _new_block() -> tuple[ctypes.Array[ctypes.c_char], int]:
     return block, base
 
 
-def launch(kernel: int, grid: int, block: int, stream: int, early_launch: bool, arguments: tuple[int, ...]) -> None:
-    """Launch `kernel` on `stream` of the current device. The driver copies the arguments before it returns."""
+class Launch(NamedTuple):
+    """What to launch: a kernel's handle, blocks, threads per block, and whether it starts early."""
+
+    kernel: int
+    grid: int
+    block: int
+    early_launch: bool
+
+
+def launch(what: Launch, stream: int, arguments: tuple[int, ...]) -> None:
+    """Launch on `stream` of the current device. The driver copies the arguments before it returns."""
+    kernel, grid, block, early_launch = what
     try:
         entry = _free.pop()
     except IndexError:

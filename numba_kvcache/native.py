@@ -237,7 +237,7 @@ def object_type(thing):
 
 @inlined
 def forget_error():
-    """Clear what a failed call has raised: the Python road will meet it again. A KeyboardInterrupt stays for `entry`."""
+    """Clear what a failed call raised: the Python road will meet it again. A KeyboardInterrupt stays for `entry`."""
     if PyErr_Occurred() != 0 and PyErr_ExceptionMatches(load(state() + EXCEPTION)) != 0:
         PyErr_Clear()
 
@@ -298,7 +298,7 @@ def find_type(array):
 def read_view(array, row, view, frame):
     """Fill a view from an array whose type has this row of TYPES."""
     reader = load(row + TYPE_READER)
-    if reader == READ_NUMBA or reader == READ_CUPY:
+    if reader in (READ_NUMBA, READ_CUPY):
         return read_attributes(array, reader, view, frame + SCRATCH)
     return read_exchange(array, reader, view, frame + DLTENSOR)
 
@@ -359,7 +359,7 @@ def read_integers(array, name, first):
         forget_error()
         return 0
     count = PyTuple_Size(numbers)
-    valid = 1 <= count and count <= MAX_DIMENSIONS
+    valid = 0 < count <= MAX_DIMENSIONS
     if valid:
         for i in range(count):
             value = PyLong_AsLongLong(PyTuple_GetItem(numbers, i))
@@ -422,10 +422,8 @@ def read_numba_memory(array, ordinal):
             forget_error()
     Py_DecRef(memory)
     # Numba's own memory is on the only GPU if there is only one; asking costs 0.1 us an array.
-    if load(state() + DEVICE_COUNT) != 1 and address != 0:
-        if pointer_attribute(ordinal, DEVICE_ORDINAL, address) != 0:
-            return 0
-    return address
+    one = load(state() + DEVICE_COUNT) == 1
+    return address if one or address == 0 or pointer_attribute(ordinal, DEVICE_ORDINAL, address) == 0 else 0
 
 
 @inlined

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import cfunc, types
 
-from numba_kvcache import arrays, dispatch, driver, fast_road, native
+from numba_kvcache import arrays, contract, dispatch, driver, fast_road, native
 from numba_kvcache.native import load, load32, store, store32
 
 i32, i64 = types.int32, types.int64
@@ -371,6 +371,7 @@ def reset():
 def forget_plans():
     fast_road._state[native.PLANS // 8 :] = 0
     dispatch._plans.clear()
+    contract._check_facts.cache_clear()  # its cases remember what they launch
 
 
 def python_road():

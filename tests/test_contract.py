@@ -1,12 +1,14 @@
 """Every check of contract.py on views made by hand: exception type, argument and value in the message, and order."""
 
+import dataclasses
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from numba_kvcache.arrays import ArrayFacts, ArrayView
-from numba_kvcache.contract import Rows, as_rows, check_store
+from numba_kvcache.arrays import ArrayView, array_facts
+from numba_kvcache.contract import PlanKey, Rows, as_rows, check_store
 
 BASE = {"k": 0x10000, "v": 0x20000, "k_cache": 0x30000, "v_cache": 0x40000, "indices": 0x50000}
 ITEMSIZE = {
@@ -26,8 +28,16 @@ def view(name, shape, dtype="float16", *, pitch=None, strides=None, address=None
     if strides is None:
         strides = (itemsize,) if len(shape) == 1 else (shape[-1] * itemsize if pitch is None else pitch, itemsize)
         strides = strides if len(shape) in (1, 2) else (itemsize,) * len(shape)
-    facts = ArrayFacts(shape, strides, dtype, itemsize, device, readonly)
+    facts = array_facts(shape, strides, dtype, itemsize, device, readonly)
     return ArrayView(BASE[name] if address is None else address, facts)
+
+
+class Request(NamedTuple):
+    """What check_store returns, with names."""
+
+    batch: int
+    key: PlanKey
+    arguments: tuple[int, ...]
 
 
 def call_views(batch=4, width=128, slots=64):
@@ -41,7 +51,8 @@ def call_views(batch=4, width=128, slots=64):
 def call(batch=4, width=128, slots=64, *, num_split=0, size_limit=0, skip_index=None, **views):
     """A valid call, but for the views given."""
     arrays = call_views(batch, width, slots)
-    return check_store(**{**arrays, **views}, num_split=num_split, size_limit=size_limit, skip_index=skip_index)
+    checked = check_store(**{**arrays, **views}, num_split=num_split, size_limit=size_limit, skip_index=skip_index)
+    return checked and Request(checked[0].batch, checked[0].key, checked[1])
 
 
 def test_valid_call_becomes_the_kernels_arguments():
@@ -202,7 +213,7 @@ def test_width_zero(batch):
     ],
 )  # fmt: skip
 def test_an_array_as_rows(shape, strides, row_dimensions, count, row_bytes, dense, stride):
-    facts = ArrayFacts(shape, strides, "float16", 2, 0, False)
+    facts = array_facts(shape, strides, "float16", 2, 0, False)
     assert as_rows(facts, row_dimensions) == Rows(count, row_bytes, dense, stride)
 
 
@@ -217,7 +228,7 @@ def test_rows_are_where_the_elements_are():
         dense = np.zeros(shape, np.int16).strides
         scale = rng.choice((1, 1, 1, 2, -1), len(shape))
         strides = tuple(int(s * f) for s, f in zip(dense, scale, strict=True))
-        rows = as_rows(ArrayFacts(shape, strides, "int16", 2, 0, False), row_dimensions)
+        rows = as_rows(array_facts(shape, strides, "int16", 2, 0, False), row_dimensions)
         at = [sum(i * s for i, s in zip(index, strides, strict=True)) for index in np.ndindex(shape)]
         elements = rows.row_bytes // 2
         steps = [at[i] - at[i - 1] for i in range(1, len(at)) if i % elements]
@@ -606,6 +617,6 @@ def test_arrays_without_memory_are_refused(name, address):
 
 def test_equal_names_of_other_sizes_are_other_types():
     valid = call_views()
-    wide = valid["k"]._replace(facts=valid["k"].facts._replace(itemsize=4, strides=(512, 4)))
+    wide = valid["k"]._replace(facts=dataclasses.replace(valid["k"].facts, itemsize=4, strides=(512, 4)))
     with pytest.raises(TypeError, match="k and k_cache must have one dtype"):
         call(k=wide)

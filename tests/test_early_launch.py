@@ -12,7 +12,7 @@ from numba import cuda
 from support import ON_GPU, SIMULATED, needs_gpu
 
 from numba_kvcache import compiler, driver, kernel
-from numba_kvcache.launch import launch
+from numba_kvcache.launch import Launch, launch
 from numba_kvcache.layout import PLAIN, RowLayout, Strategy, plan_store
 
 if not SIMULATED:
@@ -122,10 +122,12 @@ def stale_words(batch, strategy, sleeps, waits, monkeypatch):
     driver.check(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
     for link in range(LINKS):
         outs = [out + link * batch * stride for out in address[6:]]
-        launch(producer, batch, WORDS, int(stream), True, (*address[:2], address[5], 0, 0, *none, batch, link, 0))
+        launch(
+            Launch(producer, batch, WORDS, True), int(stream), (*address[:2], address[5], 0, 0, *none, batch, link, 0)
+        )
         arguments = (*address[:5], stride, stride, stride, stride, 8, batch, SLOTS, 0)
-        launch(store, layout.grid(batch), layout.block, int(stream), True, arguments)
-        launch(reader, batch, WORDS, int(stream), True, (*outs, *address[2:5], *none, batch, link, 0))
+        launch(Launch(store, layout.grid(batch), layout.block, True), int(stream), arguments)
+        launch(Launch(reader, batch, WORDS, True), int(stream), (*outs, *address[2:5], *none, batch, link, 0))
     graph = driver.check(cu.cuGraphInstantiate(driver.check(cu.cuStreamEndCapture(stream)), 0))
     link_rows = np.arange(LINKS, dtype=np.uint32)[:, None, None] * 1_000_000
     expected = link_rows + np.arange(batch * WORDS, dtype=np.uint32).reshape(batch, WORDS)

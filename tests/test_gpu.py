@@ -503,7 +503,7 @@ def stale_results(chain, strategy, repeats, microseconds):
     stale = 0
     for i in range(repeats):
         chain.fill(early_fill, 1000 * (i + 1), 0, microseconds)
-        launch.launch(handle, spec.layout.grid(3), spec.layout.block, 0, True, arguments)
+        launch.launch(launch.Launch(handle, spec.layout.grid(3), spec.layout.block, True), 0, arguments)
         stale += not np.array_equal(chain.results(0), chain.expected(1000 * (i + 1)))
     return stale
 

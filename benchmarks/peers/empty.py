@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from numba_kvcache.launch import launch
+from numba_kvcache.launch import Launch, launch
 
 from ..names import EMPTY
 from ..numba_kernel import IGNORED, compile_kernel
@@ -32,6 +32,6 @@ def empty_peer(name: str, symbol: str, function: Callable[..., Any], early_launc
     kernel = compile_kernel(function, symbol, BLOCK)
 
     def bind(cell: Cell, arrays: Any, stream: int) -> Callable[[], None]:
-        return lambda: launch(kernel, 1, BLOCK, stream, early_launch, (*IGNORED, 1, 1, 0))
+        return lambda: launch(Launch(kernel, 1, BLOCK, early_launch), stream, (*IGNORED, 1, 1, 0))
 
     return Peer(name, bind, stores=False)

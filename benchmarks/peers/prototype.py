@@ -6,7 +6,7 @@ from typing import Any
 
 from numba import cuda
 
-from numba_kvcache.launch import launch
+from numba_kvcache.launch import Launch, launch
 
 from ..gpu import address
 from ..names import PROTOTYPE
@@ -77,6 +77,6 @@ def load(cells: tuple[Cell, ...], early_launch: bool) -> Peer:
         strides = [array.strides[0] for array in stored]
         arguments = (*map(address, stored), *strides, cell.batch, a.k_cache.shape[0], 0)
         grid = -(-cell.batch // rows)
-        return lambda: launch(kernel, grid, block, stream, early_launch, arguments)
+        return lambda: launch(Launch(kernel, grid, block, early_launch), stream, arguments)
 
     return Peer(PROTOTYPE, bind)
