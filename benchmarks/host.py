@@ -198,7 +198,7 @@ def runs_frame_of(code: types.CodeType, run: Run) -> bool:
 def _arguments(a: StoreArrays) -> tuple[int, ...]:
     rows = (a.k, a.v, a.k_cache, a.v_cache)
     strides = (array.strides[0] for array in (*rows, a.indices))
-    return (*map(address, (*rows, a.indices)), *strides, CELL.batch, SLOTS)
+    return (*map(address, (*rows, a.indices)), *strides, CELL.batch, SLOTS, 0)
 
 
 def _floor(arrays: StoreArrays) -> tuple[Run, str]:

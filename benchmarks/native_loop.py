@@ -17,8 +17,8 @@ SYMBOL = "numba_kvcache_benchmark_launch"
 # CUlaunchConfig, CUlaunchAttribute, the parameters as compiler.SIGNATURE has them, their addresses.
 _CONFIG = struct.Struct("3I3II4xQQI4x")
 _ATTRIBUTE = struct.Struct("i4xi60x")
-_PARAMETERS = struct.Struct("5Q5qI4xq")
-_ADDRESSES = struct.Struct("12Q")
+_PARAMETERS = struct.Struct("5Q5qI4xqq")
+_ADDRESSES = struct.Struct("13Q")
 
 Run = Callable[[int], Any]
 
@@ -39,7 +39,7 @@ def launch_loop(
     _CONFIG.pack_into(buffer, 0, grid, 1, 1, block, 1, 1, 0, 0, *early)
     _ATTRIBUTE.pack_into(buffer, attribute - config, EARLY_LAUNCH_ATTRIBUTE, 1)
     _PARAMETERS.pack_into(buffer, parameters - config, *arguments)
-    _ADDRESSES.pack_into(buffer, addresses - config, *range(parameters, parameters + 96, 8))
+    _ADDRESSES.pack_into(buffer, addresses - config, *range(parameters, parameters + 104, 8))
     words = (config, function, addresses)
     try:
         loop, how = _compiled_loop(procedure), "machine code"

@@ -7,7 +7,7 @@ from numba_kvcache.compiler import loaded_kernel
 from numba_kvcache.dispatch import use_early_launch
 from numba_kvcache.driver import current_device
 from numba_kvcache.kernel import StoreSpec
-from numba_kvcache.launch import launch
+from numba_kvcache.launch import Launch, launch
 from numba_kvcache.layout import Strategy, plan_store
 
 from .gpu import StoreArrays, address
@@ -33,8 +33,9 @@ def _peer(name: str, strategy: Strategy) -> Peer:
         stored = (a.k, a.v, a.k_cache, a.v_cache, a.indices)
         strides = (array.strides[0] for array in stored)
         slots = min(a.k_cache.shape[0], a.v_cache.shape[0])
-        arguments = (*map(address, stored), *strides, cell.batch, slots)
-        return lambda: launch(kernel, layout.grid(cell.batch), layout.block, stream, early, arguments)
+        arguments = (*map(address, stored), *strides, cell.batch, slots, 0)
+        what = Launch(kernel, layout.grid(cell.batch), layout.block, early)
+        return lambda: launch(what, stream, arguments)
 
     return Peer(name, bind)
 

@@ -45,6 +45,7 @@ def main() -> None:
             *(a.strides[0] for a in arrays),  # their strides in bytes
             TOKENS,  # how many rows
             SLOTS,  # the bound of every index
+            0,  # the index to skip: this kernel skips none
         )
     stream.synchronize()
 

@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--alignment", type=int, choices=VECTOR_BYTES, default=16, help="of addresses and row strides (default: 16)"
     )
     inspect.add_argument("--cc", type=_compute_capability, default=(9, 0), help="compute capability (default: 9.0)")
+    inspect.add_argument("--skipping", action="store_true", help="the kernel for calls with a skip_index")
     code = inspect.add_mutually_exclusive_group()
     code.add_argument("--ptx", action="store_true", help="print the PTX instead")
     code.add_argument("--sass", action="store_true", help="print the machine code instead (needs nvdisasm)")
@@ -62,8 +63,9 @@ def _answer(options: argparse.Namespace) -> str:
     aligned = options.alignment
     layout = plan_store(options.row_bytes, options.v_row_bytes, options.num_split, aligned, aligned)
     spec = StoreSpec(
-        layout, INDEX_BITS[options.index_dtype], options.cc >= EARLY_LAUNCH_SINCE, STRATEGIES[options.strategy]
-    )
+        layout, INDEX_BITS[options.index_dtype], options.cc >= EARLY_LAUNCH_SINCE, STRATEGIES[options.strategy],
+        options.skipping,
+    )  # fmt: skip
     if options.ptx:
         return compile_kernel(spec, options.cc).ptx
     if options.sass:

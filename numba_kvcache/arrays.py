@@ -22,6 +22,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,17 +34,22 @@ __all__ = [
     "SIMULATED_DEVICE",
     "ArrayFacts",
     "ArrayView",
+    "View",
+    "array_facts",
     "current_stream",
+    "find_reader",
     "never_readonly",
     "read_array",
+    "readers",
     "stream_handle",
 ]
 
 SIMULATED_DEVICE = -1
 
 
-class ArrayFacts(NamedTuple):
-    """All but the address of an array.
+@dataclass(frozen=True, eq=False)
+class ArrayFacts:
+    """All but the address of an array; made by `array_facts`, so that equal facts are one object.
 
     `dtype` is a name that is equal for equal types of all libraries, e.g. "bfloat16". `strides` are in bytes.
     `device` is a CUDA ordinal, or SIMULATED_DEVICE.
@@ -57,8 +63,21 @@ class ArrayFacts(NamedTuple):
     readonly: bool
 
 
+# contract.py looks five of them up per call, which by identity costs a fifth of what hashing their tuples does.
+@functools.lru_cache(maxsize=4096)
+def array_facts(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, itemsize: int, device: int, readonly: bool
+) -> ArrayFacts:
+    """The ArrayFacts of these values."""
+    return ArrayFacts(shape, strides, dtype, itemsize, device, readonly)
+
+
+View = tuple[int, ArrayFacts]
+"""What the rest of the package knows of an array: its address and its facts. (Plain: five are made per call.)"""
+
+
 class ArrayView(NamedTuple):
-    """What the rest of the package knows of an array. (Tuples, since five are made per call.)"""
+    """A View with names."""
 
     address: int
     facts: ArrayFacts
@@ -94,9 +113,11 @@ class ArrayView(NamedTuple):
         return self.facts.readonly
 
 
-Reader = Callable[[str, Any, int], ArrayView]
+Reader = Callable[[str, Any, int], View]
+"""(name, array, stream handle) -> view."""
 
-_readers: dict[type, Reader] = {}
+readers: dict[type, Reader] = {}
+"""How arrays of each type are read, as far as `find_reader` was asked."""
 
 unreported: list[type] = []
 """Types that have been read and that dispatch.py has not yet told the fast road of."""
@@ -112,15 +133,18 @@ def read_array(name: str, array: Any, stream: int) -> ArrayView:
     ValueError
         A device array that cannot be seen as plain strided memory: masked, sparse, lazily conjugated or negated.
     """
-    kind = type(array)
-    reader = _readers.get(kind)
-    if reader is None:
-        reader = _readers[kind] = _find_reader(name, array)
-        unreported.append(kind)
-    return reader(name, array, stream)
+    reader = readers.get(type(array)) or find_reader(name, array)
+    return ArrayView(*reader(name, array, stream))
 
 
-def _find_reader(name: str, array: Any) -> Reader:
+def find_reader(name: str, array: Any) -> Reader:
+    """The reader of arrays of this one's type, from now on in `readers`; TypeError if it is no device array."""
+    reader = readers[type(array)] = _choose_reader(name, array)
+    unreported.append(type(array))
+    return reader
+
+
+def _choose_reader(name: str, array: Any) -> Reader:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _read_torch
@@ -150,67 +174,72 @@ def _not_a_device_array(name: str, array: Any, where: str = "") -> TypeError:
     return TypeError(f"{name} must be an array that a kernel can reach, got {kind}{where}; {cure}")
 
 
-def _read_torch(name: str, tensor: Any, stream: int) -> ArrayView:
-    if tensor.is_cuda:
-        device = tensor.get_device()
-    elif SIMULATED and tensor.device.type == "cpu":
-        device = SIMULATED_DEVICE
-    else:
-        raise _not_a_device_array(name, tensor, f" on device {tensor.device}")
-    if tensor.is_neg() or tensor.is_conj():
-        raise ValueError(f"{name} is a lazily conjugated or negated view; materialise it (resolve_conj, resolve_neg)")
+def _read_torch(name: str, tensor: Any, stream: int) -> View:
     try:
         address, strides = tensor.data_ptr(), tensor.stride()
     except RuntimeError as error:  # sparse, fake and functional tensors own no memory
         raise ValueError(f"{name} is a torch tensor without plain strided memory: {error}") from error
-    return ArrayView(address, _torch_facts(tensor.shape, strides, tensor.dtype, device))
+    known = _torch_facts(tensor.shape, strides, tensor.dtype, tensor.device)
+    if known is None:
+        raise _not_a_device_array(name, tensor, f" on device {tensor.device}")
+    facts, is_complex = known
+    if tensor.is_neg() or (is_complex and tensor.is_conj()):
+        raise ValueError(f"{name} is a lazily conjugated or negated view; materialise it (resolve_conj, resolve_neg)")
+    return address, facts
 
 
 @functools.lru_cache(maxsize=4096)
-def _torch_facts(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, device: int) -> ArrayFacts:
-    """What a view holds besides its address. (Cached, as is _numpy_facts.)"""
+def _torch_facts(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, device: Any
+) -> tuple[ArrayFacts, bool] | None:
+    """What a view holds besides its address, and whether it is complex; None off the GPU."""
+    if device.type == "cuda":
+        ordinal = device.index
+    elif SIMULATED and device.type == "cpu":
+        ordinal = SIMULATED_DEVICE
+    else:
+        return None
     name, itemsize = str(dtype).removeprefix("torch."), dtype.itemsize
-    return ArrayFacts(tuple(shape), tuple([stride * itemsize for stride in strides]), name, itemsize, device, False)
+    in_bytes = tuple([stride * itemsize for stride in strides])
+    return array_facts(tuple(shape), in_bytes, name, itemsize, ordinal, False), name.startswith("complex")
 
 
-def _read_simulated(name: str, array: Any, stream: int) -> ArrayView:
+def _read_simulated(name: str, array: Any, stream: int) -> View:
     if array.dtype.hasobject or array.dtype.kind == "T":
         raise TypeError(f"{name} must hold plain data, got dtype {array.dtype}, whose elements are references")
     if isinstance(array, np.ma.MaskedArray):
         raise ValueError(f"{name} is a masked array; pass its data and leave masked rows out of the batch")
-    return ArrayView(
-        array.ctypes.data,
-        ArrayFacts(
-            tuple(array.shape),
-            tuple(array.strides),
-            str(array.dtype),
-            array.dtype.itemsize,
-            SIMULATED_DEVICE,
-            readonly=not array.flags.writeable,
-        ),
+    return array.ctypes.data, array_facts(
+        tuple(array.shape),
+        tuple(array.strides),
+        str(array.dtype),
+        array.dtype.itemsize,
+        SIMULATED_DEVICE,
+        not array.flags.writeable,
     )
 
 
-def _read_numba(name: str, array: Any, stream: int) -> ArrayView:
+def _read_numba(name: str, array: Any, stream: int) -> View:
     address = array.device_ctypes_pointer.value
     device = _device_of(name, address, array.shape)
-    facts = _numpy_facts(array.shape, array.strides, array.dtype, device)
-    if isinstance(array, np.ndarray):  # mapped and managed memory, which the host can lock
-        facts = facts._replace(readonly=not array.flags.writeable)
-    return ArrayView(address or 0, facts)
+    # Mapped and managed memory is an ndarray, which the host can lock.
+    readonly = isinstance(array, np.ndarray) and not array.flags.writeable
+    return address or 0, _numpy_facts(array.shape, array.strides, array.dtype, device, readonly)
 
 
-def _read_cupy(name: str, array: Any, stream: int) -> ArrayView:
+def _read_cupy(name: str, array: Any, stream: int) -> View:
     data = array.data
-    return ArrayView(data.ptr, _numpy_facts(array.shape, array.strides, array.dtype, data.device_id))
+    return data.ptr, _numpy_facts(array.shape, array.strides, array.dtype, data.device_id, False)
 
 
 @functools.lru_cache(maxsize=4096)
-def _numpy_facts(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, device: int) -> ArrayFacts:
-    return ArrayFacts(shape, strides, str(dtype), dtype.itemsize, device, False)
+def _numpy_facts(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, device: int, readonly: bool
+) -> ArrayFacts:
+    return array_facts(shape, strides, str(dtype), dtype.itemsize, device, readonly)
 
 
-def _read_cuda_array_interface(name: str, array: Any, stream: int) -> ArrayView:
+def _read_cuda_array_interface(name: str, array: Any, stream: int) -> View:
     interface = array.__cuda_array_interface__
     try:
         if interface.get("mask") is not None:
@@ -227,7 +256,7 @@ def _read_cuda_array_interface(name: str, array: Any, stream: int) -> ArrayView:
     if len(strides) != len(shape):
         raise ValueError(f"{name} must have a stride per dimension, got shape {shape} and strides {strides}")
     device = _device_of(name, address, shape)
-    return ArrayView(address, ArrayFacts(shape, strides, dtype, itemsize, device, bool(readonly)))
+    return address, array_facts(shape, strides, dtype, itemsize, device, bool(readonly))
 
 
 @functools.lru_cache(maxsize=256)
@@ -313,7 +342,7 @@ _capsule_is_valid = ctypes.pythonapi.PyCapsule_IsValid
 _capsule_is_valid.restype, _capsule_is_valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
 
 
-def _read_dlpack(name: str, array: Any, stream: int) -> ArrayView:
+def _read_dlpack(name: str, array: Any, stream: int) -> tuple[int, ArrayFacts]:
     ordinal, capsule = _export(name, array, _dlpack_stream(stream))
     # The capsule is read and dropped, which releases it; the caller's array keeps the memory alive.
     flags, tensor = _open_capsule(name, capsule)
@@ -330,25 +359,22 @@ def _read_dlpack(name: str, array: Any, stream: int) -> ArrayView:
         strides = tuple([stride * itemsize for stride in tensor.strides[: tensor.ndim]])
     else:  # no strides means compact row-major
         strides = _dense_strides(shape, itemsize)
-    return ArrayView(
-        (tensor.data or 0) + tensor.byte_offset,
-        ArrayFacts(
-            shape,
-            strides,
-            _dlpack_dtype_name(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes),
-            itemsize,
-            SIMULATED_DEVICE if SIMULATED else ordinal,
-            bool(flags & _DL_READ_ONLY),
-        ),
+    return (tensor.data or 0) + tensor.byte_offset, array_facts(
+        shape,
+        strides,
+        _dlpack_dtype_name(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes),
+        itemsize,
+        SIMULATED_DEVICE if SIMULATED else ordinal,
+        bool(flags & _DL_READ_ONLY),
     )
 
 
-def _read_jax(name: str, array: Any, stream: int) -> ArrayView:
+def _read_jax(name: str, array: Any, stream: int) -> tuple[int, ArrayFacts]:
     if array.is_deleted():
         raise ValueError(f"{name} is a JAX array without memory: it has been deleted, or donated to a computation")
-    view = _read_dlpack(name, array, stream)
+    address, facts = _read_dlpack(name, array, stream)
     # By rule and not by flag: JAX before 0.12 exports no flags.
-    return view._replace(facts=view.facts._replace(readonly=True))
+    return address, array_facts(facts.shape, facts.strides, facts.dtype, facts.itemsize, facts.device, True)
 
 
 def _export(name: str, array: Any, stream: int | None) -> tuple[int, Any]:
@@ -388,8 +414,8 @@ def _dlpack_dtype_name(code: int, bits: int, lanes: int) -> str:
 
 
 def never_readonly(kind: type) -> bool:
-    """Whether no array of this type, which has been read before, can be read-only: torch tensors and Numba arrays."""
-    return _readers[kind] is _read_torch or getattr(kind, "__cuda_ndarray__", False)
+    """Whether no array of this type, which has been read before, can be read-only: those of torch, Numba and CuPy."""
+    return readers[kind] in (_read_torch, _read_cupy) or getattr(kind, "__cuda_ndarray__", False)
 
 
 def current_stream(array: Any) -> int:

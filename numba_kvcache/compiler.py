@@ -19,8 +19,8 @@ from .kernel import StoreSpec, build_kernel
 
 __all__ = ["EARLY_LAUNCH_SINCE", "LinkedKernel", "compile_ptx", "distribution_version", "link_cubin", "loaded_kernel"]
 
-# Five addresses, five strides in bytes, batch, size limit: what the kernel takes.
-SIGNATURE = (types.uint64,) * 5 + (types.int64,) * 5 + (types.uint32, types.int64)
+# Five addresses, five strides in bytes, batch, size limit, skip index: what the kernel takes.
+SIGNATURE = (types.uint64,) * 5 + (types.int64,) * 5 + (types.uint32, types.int64, types.int64)
 
 # griddepcontrol and the launch attribute came with this compute capability.
 EARLY_LAUNCH_SINCE = (9, 0)

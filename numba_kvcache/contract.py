@@ -1,17 +1,20 @@
 """What a call must be: every public check, in one pure function of five views.
 
-Symbols, the same in the whole package: B rows in the batch, D and Dv elements per row of K and of V, N and Nv rows in
-the caches. A failed check names the argument, the rule, what was given, and where it helps what to do. TypeError is for
-the wrong kind, ValueError for the wrong value. Nothing has been written when one is raised.
+Symbols, the same in the whole package: B rows in the batch, H heads of D elements, or just D elements, per row of K;
+Hv and Dv per row of V; N and Nv slots in the caches, or P pages of S slots. A failed check names the argument, the
+rule, what was given, and where it helps what to do. TypeError is for the wrong kind, ValueError for the wrong value.
+Nothing has been written when one is raised.
 """
 
 import functools
+import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .arrays import ArrayFacts, ArrayView
+from .arrays import ArrayFacts, View
 from .layout import INDEX_BITS, check_row_bytes, check_split, integer
 
-__all__ = ["MAX_BATCH", "PlanKey", "StoreRequest", "check_store"]
+__all__ = ["MAX_BATCH", "PlanKey", "Rows", "StoreCase", "as_rows", "check_store"]
 
 # The kernel counts groups of threads in 32 bits, and the grid has as many blocks; 2**31 rows of one word are 8 GiB.
 MAX_BATCH = 2**31 - 1
@@ -29,61 +32,72 @@ class PlanKey(NamedTuple):
     num_split: int
     index_bits: int
     device: int
+    skipping: bool
 
 
-class StoreRequest(NamedTuple):
-    """A checked, non-empty call.
+@dataclass(eq=False)
+class StoreCase:
+    """A checked, non-empty call but for its addresses: one object for all calls of these shapes and alignments.
 
-    `arguments` is what the kernel takes: five addresses, five strides in bytes, batch, size limit.
+    `decision` is for dispatch.py, which keeps there what it launches for the case.
     """
 
     batch: int
     key: PlanKey
-    arguments: tuple[int, ...]
+    decision: Any = None
 
 
 def check_store(
-    k: ArrayView,  # (B, D)
-    v: ArrayView,  # (B, Dv)
-    k_cache: ArrayView,  # (N, D)
-    v_cache: ArrayView,  # (Nv, Dv)
-    indices: ArrayView,  # (B,) int32 or int64
+    k: View,  # (B, D) or (B, H, D)
+    v: View,  # (B, Dv) or (B, Hv, Dv)
+    k_cache: View,  # (N, *row) or (P, S, *row), with the row of k
+    v_cache: View,  # (Nv, *row) or (Pv, Sv, *row), with the row of v
+    indices: View,  # (B,) int32 or int64
     num_split: Any = 0,
     size_limit: Any = 0,
-) -> StoreRequest | None:
-    """The request that these arguments make, or None for an empty batch.
+    skip_index: Any = None,
+) -> tuple[StoreCase, tuple[int, ...]] | None:
+    """What these arguments come to, and what the kernel takes; or None for an empty batch.
+
+    The kernel takes five addresses, five strides in bytes, batch, size limit, skip index.
 
     Raises
     ------
     TypeError
-        dtypes that differ, indices that are not int32 or int64, `num_split` or `size_limit` that are no integers.
+        dtypes that differ, indices that are not int32 or int64, `num_split`, `size_limit` or `skip_index` that are no
+        integers.
     ValueError
-        Shapes, strides, alignment, devices, split, limit, or a read-only cache.
+        Shapes, strides, alignment, devices, split, limit, skip index, or a read-only cache.
     """
     if type(num_split) is not int:
         num_split = integer("num_split", num_split)
     if type(size_limit) is not int:
         size_limit = integer("size_limit", 0 if size_limit is None else size_limit)
-    facts = _check_facts(k.facts, v.facts, k_cache.facts, v_cache.facts, indices.facts, num_split, size_limit)
+    if skip_index is not None and type(skip_index) is not int:
+        skip_index = integer("skip_index", skip_index)
+    (k_at, k_facts), (v_at, v_facts), (k_cache_at, k_cache_facts), (v_cache_at, v_cache_facts) = k, v, k_cache, v_cache
+    indices_at, indices_facts = indices
+    facts = _check_facts(
+        k_facts, v_facts, k_cache_facts, v_cache_facts, indices_facts, num_split, size_limit, skip_index
+    )
     if facts is None:
         return None
-    k_stride, v_stride, k_cache_stride, v_cache_stride = facts.strides
-    addresses = (k.address, v.address, k_cache.address, v_cache.address, indices.address)
-    if min(addresses) <= 0 or max(addresses) >= 2**64:
+    all_bits = k_at | v_at | k_cache_at | v_cache_at | indices_at
+    if not (k_at and v_at and k_cache_at and v_cache_at and indices_at and 0 < all_bits < 2**64):
         _refuse_addresses((k, v, k_cache, v_cache, indices))
-    if indices.address % indices.facts.itemsize:
-        raise ValueError(f"indices must be aligned to {indices.itemsize} bytes, got address {indices.address:#x}")
-    k_bits = k.address | k_cache.address | k_stride | k_cache_stride | 16
-    v_bits = v.address | v_cache.address | v_stride | v_cache_stride | 16
+    if indices_at & facts.index_mask:
+        raise ValueError(f"indices must be aligned to {facts.index_mask + 1} bytes, got address {indices_at:#x}")
+    k_bits = k_at | k_cache_at | facts.k_bits
+    v_bits = v_at | v_cache_at | facts.v_bits
     if (k_bits | v_bits) & 3:
-        _refuse_alignment((k, v, k_cache, v_cache), facts.strides)
+        _refuse_alignment((k, v, k_cache, v_cache), facts.arguments)
     alignment = (k_bits & -k_bits, v_bits & -v_bits)
-    key = facts.keys.get(alignment)
-    if key is None:
-        k_row_bytes, v_row_bytes = facts.row_bytes
-        key = PlanKey(k_row_bytes, v_row_bytes, *alignment, num_split, INDEX_BITS[indices.dtype], k_cache.device)
-        facts.keys[alignment] = key
-    return StoreRequest(facts.batch, key, (*addresses, *facts.rest))
+    case = facts.cases.get(alignment)
+    if case is None:
+        bits, device, skipping = INDEX_BITS[indices_facts.dtype], k_cache_facts.device, skip_index is not None
+        key = PlanKey(*facts.row_bytes, *alignment, num_split, bits, device, skipping)
+        case = facts.cases[alignment] = StoreCase(facts.batch, key)
+    return case, (k_at, v_at, k_cache_at, v_cache_at, indices_at, *facts.arguments)
 
 
 class _Facts(NamedTuple):
@@ -91,9 +105,62 @@ class _Facts(NamedTuple):
 
     batch: int
     row_bytes: tuple[int, int]
-    strides: tuple[int, ...]  # of the four row arrays, in bytes
-    rest: tuple[int, ...]  # the kernel's arguments after the addresses
-    keys: dict[tuple[int, int], PlanKey]  # by the alignment of K and of V
+    k_bits: int  # the row strides of source and cache, and 16: their lowest bit bounds the alignment
+    v_bits: int
+    index_mask: int
+    arguments: tuple[int, ...]  # the kernel's, after the addresses
+    cases: dict[tuple[int, int], StoreCase]  # by the alignment of K and of V
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An array as rows, which is all that the kernel knows of it; the slots of all pages of a cache are its rows.
+
+    Attributes
+    ----------
+    count, row_bytes : int
+        How many rows, of how many bytes.
+    dense : bool
+        Whether the elements of a row follow one another without gaps, in C order.
+    stride : int or None
+        Bytes from row to row: 0 where there is one row, None where no one stride leads through all of them.
+    """
+
+    count: int
+    row_bytes: int
+    dense: bool
+    stride: int | None
+
+
+def as_rows(facts: ArrayFacts, row_dimensions: int) -> Rows:
+    """The array with its last `row_dimensions` dimensions as one row each, and those before as one row after another.
+
+    A stride of a dimension of length 1 is never looked at.
+    """
+    split = len(facts.shape) - row_dimensions
+    elements, row_shape = math.prod(facts.shape[split:]), facts.shape[split:]
+    dense = elements <= 1 or _one_stride(row_shape, facts.strides[split:]) == facts.itemsize
+    stride = _one_stride(facts.shape[:split], facts.strides[:split])
+    return Rows(math.prod(facts.shape[:split]), elements * facts.itemsize, dense, stride)
+
+
+def _one_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+    """The stride that leads through these dimensions, in C order, as if they were one.
+
+    0 where they hold one element or none, None where no one stride does.
+    """
+    if 0 in shape:
+        return 0
+    stride, count = 0, 1  # of the dimensions behind
+    for extent, step in zip(reversed(shape), reversed(strides), strict=True):
+        if extent == 1:
+            continue
+        if count == 1:
+            stride = step
+        elif step != count * stride:
+            return None
+        count *= extent
+    return stride
 
 
 # Decoding makes the same call over and over with other addresses, so what does not depend on them is remembered; asking
@@ -104,72 +171,99 @@ def _check_facts(
     v_facts: ArrayFacts,
     k_cache_facts: ArrayFacts,
     v_cache_facts: ArrayFacts,
-    indices_facts: ArrayFacts,
+    indices: ArrayFacts,
     num_split: int,
     limit: int,
+    skip_index: int | None,
 ) -> _Facts | None:
     """All checks that need no address; None for an empty batch."""
     all_facts = (k_facts, v_facts, k_cache_facts, v_cache_facts)
-    rows = {name: ArrayView(0, facts) for name, facts in zip(ROW_ARRAYS, all_facts, strict=True)}
-    indices = ArrayView(0, indices_facts)
+    arrays = dict(zip(ROW_ARRAYS, all_facts, strict=True))
     check_split(num_split)
-    _check_dtypes(rows, indices)
-    _check_shapes(rows, indices)
-    row_bytes = rows["k"].shape[1] * rows["k"].itemsize, rows["v"].shape[1] * rows["v"].itemsize
-    for name, width in zip(("k", "v"), row_bytes, strict=True):
-        check_row_bytes(name, width, num_split)
+    if skip_index is not None and not -(2**63) <= skip_index < 2**63:
+        raise ValueError(f"skip_index must be within int64, as indices are, got {skip_index}; None skips no row")
+    _check_dtypes(arrays, indices)
+    _check_shapes(arrays, indices)
+    row_dimensions = {name: len(arrays[name.removesuffix("_cache")].shape) - 1 for name in ROW_ARRAYS}
+    rows = {name: as_rows(facts, row_dimensions[name]) for name, facts in arrays.items()}
+    for name in ("k", "v"):
+        check_row_bytes(name, rows[name].row_bytes, num_split)
     for name in ("k_cache", "v_cache"):
-        if rows[name].readonly:
+        if arrays[name].readonly:
             raise ValueError(f"{name} must be writable, got a read-only array")
-    limit = _size_limit(limit, rows["k_cache"].shape[0], rows["v_cache"].shape[0])
+    limit = _size_limit(limit, rows["k_cache"].count, rows["v_cache"].count)
     batch = indices.shape[0]
     if batch == 0:
         return None
     if batch > MAX_BATCH:
         raise ValueError(f"a batch may have at most {MAX_BATCH} rows, got {batch}; store it in pieces")
     for name in ("k_cache", "v_cache"):
-        if rows[name].shape[0] == 0:
+        if rows[name].count == 0:
             raise ValueError(f"{name} has 0 rows, but the batch has {batch}: there is no slot to write")
-    _check_devices(rows, indices)
-    strides = tuple(_row_stride(name, view) for name, view in rows.items())
+    _check_devices(arrays, indices)
+    strides = tuple(_row_stride(name, arrays[name], rows[name]) for name in ROW_ARRAYS)
     for name, stride in zip(ROW_ARRAYS[2:], strides[2:], strict=True):
         _check_rows_apart(name, rows[name], stride)
-    return _Facts(batch, row_bytes, strides, (*strides, _index_stride(indices), batch, limit), {})
+    arguments = (*strides, _index_stride(indices), batch, limit, skip_index or 0)
+    return _Facts(
+        batch,
+        (rows["k"].row_bytes, rows["v"].row_bytes),
+        strides[0] | strides[2] | 16,
+        strides[1] | strides[3] | 16,
+        indices.itemsize - 1,
+        arguments,
+        {},
+    )
 
 
-def _check_dtypes(rows: dict[str, ArrayView], indices: ArrayView) -> None:
-    dtype = rows["k_cache"].dtype
-    for name, view in rows.items():
-        if (view.dtype, view.itemsize) != (dtype, rows["k_cache"].itemsize):
+def _check_dtypes(arrays: dict[str, ArrayFacts], indices: ArrayFacts) -> None:
+    dtype = arrays["k_cache"].dtype
+    for name, facts in arrays.items():
+        if (facts.dtype, facts.itemsize) != (dtype, arrays["k_cache"].itemsize):
             raise TypeError(
-                f"{name} and k_cache must have one dtype, got {view.dtype} and {dtype}; rows are moved bit for bit, "
+                f"{name} and k_cache must have one dtype, got {facts.dtype} and {dtype}; rows are moved bit for bit, "
                 "so convert or view them alike first"
             )
     if indices.dtype not in INDEX_BITS:
         raise TypeError(f"indices must be {' or '.join(INDEX_BITS)}, got {indices.dtype}")
 
 
-def _check_shapes(rows: dict[str, ArrayView], indices: ArrayView) -> None:
-    for name, view in rows.items():
-        if len(view.shape) != 2:
+def _check_shapes(arrays: dict[str, ArrayFacts], indices: ArrayFacts) -> None:
+    for name in ("k", "v"):
+        if len(arrays[name].shape) not in (2, 3):
             raise ValueError(
-                f"{name} must have 2 dimensions (rows, elements of a row), got shape {view.shape}; "
-                "view heads, and pages of slots, as one dimension each"
+                f"{name} must have 2 dimensions (B, D) or 3 (B, H, D), got shape {arrays[name].shape}; "
+                "view all tokens as one dimension"
             )
     if len(indices.shape) != 1:
         raise ValueError(f"indices must have 1 dimension (B,), got shape {indices.shape}")
     batch = indices.shape[0]
     for name in ("k", "v"):
-        if rows[name].shape[0] != batch:
+        count = arrays[name].shape[0]
+        if count != batch:
             raise ValueError(
-                f"{name} and indices must have one row count B, got {rows[name].shape[0]} rows in {name} and {batch} "
-                f"in indices; pass {name if rows[name].shape[0] > batch else 'indices'}"
-                f"[:{min(rows[name].shape[0], batch)}] to leave padding out"
+                f"{name} and indices must have one row count B, got {count} rows in {name} and {batch} "
+                f"in indices; pass {name if count > batch else 'indices'}[:{min(count, batch)}] to leave padding out"
             )
     for name in ("k", "v"):
-        width, cache_width = rows[name].shape[1], rows[f"{name}_cache"].shape[1]
-        if width != cache_width:
-            raise ValueError(f"{name} and {name}_cache must have one row width, got {width} and {cache_width} elements")
+        _check_row_shape(name, arrays[name].shape, arrays[f"{name}_cache"].shape)
+
+
+def _check_row_shape(name: str, shape: tuple[int, ...], cache_shape: tuple[int, ...]) -> None:
+    row = shape[1:]
+    dimensions = len(row) + 1, len(row) + 2
+    if len(cache_shape) not in dimensions:
+        raise ValueError(
+            f"{name}_cache must have {dimensions[0]} dimensions (slots, *row) or {dimensions[1]} (pages, page size, "
+            f"*row) with the row {row} of {name}, got shape {cache_shape}; view {name} or {name}_cache like the other"
+        )
+    cache_row = cache_shape[-len(row) :]
+    if row != cache_row:
+        raise ValueError(
+            f"{name} and {name}_cache must have one row shape, got {row} in {name} {shape} and {cache_row} in "
+            f"{name}_cache {cache_shape}, a cache being (slots, *row) or (pages, page size, *row); where the rows hold "
+            f"the same elements, view {name} or {name}_cache like the other"
+        )
 
 
 def _size_limit(size_limit: int, k_slots: int, v_slots: int) -> int:
@@ -184,49 +278,51 @@ def _size_limit(size_limit: int, k_slots: int, v_slots: int) -> int:
     return size_limit or slots
 
 
-def _check_devices(rows: dict[str, ArrayView], indices: ArrayView) -> None:
-    device = rows["k_cache"].device
-    for name, view in (*rows.items(), ("indices", indices)):
-        if view.device != device:
+def _check_devices(arrays: dict[str, ArrayFacts], indices: ArrayFacts) -> None:
+    device = arrays["k_cache"].device
+    for name, facts in (*arrays.items(), ("indices", indices)):
+        if facts.device != device:
             raise ValueError(
-                f"all arrays must be on one GPU, got {name} on device {view.device} and k_cache on device {device}"
+                f"all arrays must be on one GPU, got {name} on device {facts.device} and k_cache on device {device}"
             )
 
 
-def _row_stride(name: str, view: ArrayView) -> int:
-    """Bytes from row to row; 0 where there is one row, since such a stride means nothing."""
-    if view.shape[1] > 1 and view.strides[1] != view.itemsize:
+def _row_stride(name: str, facts: ArrayFacts, rows: Rows) -> int:
+    given = f"got strides {facts.strides} bytes with shape {facts.shape}"
+    if not rows.dense:
+        raise ValueError(f"{name} must have dense rows (inner stride {facts.itemsize} bytes), {given}")
+    if rows.stride is None:
         raise ValueError(
-            f"{name} must have dense rows (inner stride {view.itemsize} bytes), got strides {view.strides} bytes"
+            f"{name} must have one stride for the slots of all pages (page stride = page size * slot stride), {given}; "
+            "where other pages lie between these, pass a view of the whole pool as (slots, *row), and count slots in it"
         )
-    return view.strides[0] if view.shape[0] > 1 else 0
+    return rows.stride
 
 
-def _check_rows_apart(name: str, view: ArrayView, stride: int) -> None:
-    row_bytes = view.shape[1] * view.itemsize
-    if view.shape[0] > 1 and abs(stride) < row_bytes:
+def _check_rows_apart(name: str, rows: Rows, stride: int) -> None:
+    if rows.count > 1 and abs(stride) < rows.row_bytes:
         raise ValueError(
-            f"rows of {name} must not overlap, got {row_bytes} bytes per row {stride} bytes apart: "
+            f"rows of {name} must not overlap, got {rows.row_bytes} bytes per row {stride} bytes apart: "
             "a store to one slot would change others"
         )
 
 
-def _index_stride(indices: ArrayView) -> int:
+def _index_stride(indices: ArrayFacts) -> int:
     stride = indices.strides[0] if indices.shape[0] > 1 else 0
     if stride % indices.itemsize:
         raise ValueError(f"indices must have a stride of whole elements ({indices.itemsize} bytes), got {stride} bytes")
     return stride
 
 
-def _refuse_addresses(views: tuple[ArrayView, ...]) -> None:
-    for name, view in zip((*ROW_ARRAYS, "indices"), views, strict=True):
-        if not 0 < view.address < 2**64:
-            raise ValueError(f"{name} must have memory, got address {view.address:#x} with shape {view.shape}")
+def _refuse_addresses(views: tuple[View, ...]) -> None:
+    for name, (address, facts) in zip((*ROW_ARRAYS, "indices"), views, strict=True):
+        if not 0 < address < 2**64:
+            raise ValueError(f"{name} must have memory, got address {address:#x} with shape {facts.shape}")
 
 
-def _refuse_alignment(views: tuple[ArrayView, ...], strides: tuple[int, ...]) -> None:
-    for name, view, stride in zip(ROW_ARRAYS, views, strides, strict=True):
-        if view.address % 4:
-            raise ValueError(f"{name} must be aligned to 4 bytes, got address {view.address:#x}")
+def _refuse_alignment(views: tuple[View, ...], strides: tuple[int, ...]) -> None:
+    for name, (address, _), stride in zip(ROW_ARRAYS, views, strides[: len(ROW_ARRAYS)], strict=True):
+        if address % 4:
+            raise ValueError(f"{name} must be aligned to 4 bytes, got address {address:#x}")
         if stride % 4:
             raise ValueError(f"{name} must have rows a multiple of 4 bytes apart, got {stride} bytes")

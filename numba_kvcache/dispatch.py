@@ -5,11 +5,11 @@ import threading
 from typing import Any, NamedTuple
 
 from . import driver, fast_road, settings
-from .arrays import current_stream, never_readonly, read_array, stream_handle, unreported
+from .arrays import current_stream, find_reader, never_readonly, readers, stream_handle, unreported
 from .compiler import EARLY_LAUNCH_SINCE, loaded_kernel
-from .contract import MAX_BATCH, PlanKey, StoreRequest, check_store
+from .contract import MAX_BATCH, PlanKey, StoreCase, check_store
 from .kernel import StoreSpec, build_kernel
-from .launch import launch
+from .launch import Launch, launch
 from .layout import INDEX_BITS, StoreLayout, integer, plan_store, strategies
 from .settings import SIMULATED
 
@@ -26,21 +26,23 @@ def store_kvcache(
     size_limit: int | None = 0,
     *,
     stream: Any = None,
+    skip_index: int | None = None,
 ) -> None:
     """Write row i of `k` and `v` into slot `indices[i]` of two paged caches, in one launch.
 
     ``k_cache[indices[i], :] = k[i, :]`` and ``v_cache[indices[i], :] = v[i, :]`` for every i, bit for bit, for any
-    dtype. The call returns once the launch is queued; it never waits for the GPU and never allocates device memory.
+    dtype. Slots are counted across pages: slot = page * page size + offset. The call returns once the launch is queued;
+    it never waits for the GPU and never allocates device memory.
 
     Parameters
     ----------
-    k : device array, shape (B, D)
+    k : device array, shape (B, D) or (B, H, D)
         New keys, one row per token. Any row stride, dense rows, 4-byte aligned; rows of a multiple of 4 bytes.
-    v : device array, shape (B, Dv)
-        New values, of k's dtype. Width and strides may differ from k's.
-    k_cache : device array, shape (N, D)
-        Slots for keys, of k's dtype; rows must not overlap.
-    v_cache : device array, shape (Nv, Dv)
+    v : device array, shape (B, Dv) or (B, Hv, Dv)
+        New values, of k's dtype. Row shape and strides may differ from k's.
+    k_cache : device array, shape (N, *row) or (P, S, *row), where row is k.shape[1:]
+        Slots for keys, or pages of S slots, all of them one stride apart; of k's dtype. Rows must not overlap.
+    v_cache : device array, shape (Nv, *row) or (Pv, Sv, *row), where row is v.shape[1:]
         Slots for values.
     indices : device array, shape (B,), int32 or int64
         The slot of each row; any stride. A slot outside [0, size_limit) fails an assert on the device: its line is
@@ -53,13 +55,16 @@ def store_kvcache(
     stream : optional
         A Numba, torch, CuPy or cuda.core stream, anything with `__cuda_stream__`, or a handle. None: the current
         stream of the library that owns `k_cache`; for Numba arrays, Numba's default stream.
+    skip_index : int, optional
+        Rows whose index is this one are not written, be it a slot or (as -1) none: the padding of a graph. None: no row
+        is left out.
 
     Raises
     ------
     TypeError
         An argument of the wrong kind: a host array, a list, dtypes that differ, indices of another type.
     ValueError
-        An argument of the wrong value: shape, stride, alignment, device, split, limit, a read-only cache.
+        An argument of the wrong value: shape, stride, alignment, device, split, limit, skip index, a read-only cache.
     RuntimeError
         No usable GPU, or the driver refused the launch.
 
@@ -74,28 +79,20 @@ def store_kvcache(
     >>> store_kvcache(k, v, k_cache, v_cache, slots)  # doctest: +SKIP
     """
     handle = current_stream(k_cache) if stream is None else stream_handle(stream)
-    request = check_store(
-        read_array("k", k, handle),
-        read_array("v", v, handle),
-        read_array("k_cache", k_cache, handle),
-        read_array("v_cache", v_cache, handle),
-        read_array("indices", indices, handle),
-        num_split,
-        size_limit,
-    )
-    if request is None:
+    k_view, v_view, k_cache_view, v_cache_view, indices_view = [
+        (readers.get(type(array)) or find_reader(name, array))(name, array, handle)
+        for name, array in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache), ("indices", indices))
+    ]
+    checked = check_store(k_view, v_view, k_cache_view, v_cache_view, indices_view, num_split, size_limit, skip_index)
+    if checked is None:
         return
+    case, arguments = checked
     if SIMULATED:
-        _simulate(request)
+        _simulate(case, arguments)
         return
-    pushed = driver.push_device(request.key.device)
+    pushed = driver.push_device(case.key.device)
     try:
-        plan = _plans.get(request.key) or _make_plan(request.key)
-        grid = plan.layout.grid(request.batch)
-        if request.batch * plan.layout.parts > MAX_BATCH:
-            raise ValueError(f"a batch of {request.batch} rows of this width is too large for one launch; split it")
-        kernel = plan.kernel(request.batch)
-        launch(kernel, grid, plan.block, handle, plan.early_launch, request.arguments)
+        launch(case.decision or _decide(case), handle, arguments)
     finally:
         if pushed:
             driver.pop_device()
@@ -111,20 +108,22 @@ def _report_types() -> None:
             unreported.remove(kind)
 
 
+def _decide(case: StoreCase) -> Launch:
+    """What calls of this case launch, from now on in `case.decision`; the case's device is current."""
+    plan = _plans.get(case.key) or _make_plan(case.key)
+    if case.batch * plan.layout.parts > MAX_BATCH:
+        raise ValueError(f"a batch of {case.batch} rows of this width is too large for one launch; split it")
+    kernel = next(kernel for largest, kernel in plan.bands if case.batch <= largest)
+    decision = case.decision = Launch(kernel, plan.layout.grid(case.batch), plan.layout.block, plan.early_launch)
+    return decision
+
+
 class Plan(NamedTuple):
     """What calls with one PlanKey launch: a kernel for each band of batches (layout.strategies)."""
 
     bands: tuple[tuple[int, int], ...]
     layout: StoreLayout
-    block: int
     early_launch: bool
-
-    def kernel(self, batch: int) -> int:
-        """The kernel for this many rows."""
-        for largest, kernel in self.bands:
-            if batch <= largest:
-                return kernel
-        raise ValueError(f"no kernel serves a batch of {batch} rows")
 
 
 _plans: dict[PlanKey, Plan] = {}
@@ -135,10 +134,10 @@ def _make_plan(key: PlanKey) -> Plan:
     layout = _layout(key)
     early_launch = use_early_launch(key.device)
     bands = tuple(
-        (largest, loaded_kernel(StoreSpec(layout, key.index_bits, early_launch, strategy), key.device))
+        (largest, loaded_kernel(StoreSpec(layout, key.index_bits, early_launch, strategy, key.skipping), key.device))
         for largest, strategy in strategies(layout, driver.sm_count(key.device), early_launch)
     )
-    plan = Plan(bands, layout, layout.block, early_launch)
+    plan = Plan(bands, layout, early_launch)
     if _plans.setdefault(key, plan) is plan:
         functions = tuple((largest, driver.kernel_function(kernel)) for largest, kernel in bands)
         fast_road.remember_plan(key, driver.current_context(), functions, layout, early_launch)
@@ -154,11 +153,11 @@ def _layout(key: PlanKey) -> StoreLayout:
 _simulator = threading.RLock()
 
 
-def _simulate(request: StoreRequest) -> None:
-    layout = _layout(request.key)
-    kernel = build_kernel(StoreSpec(layout, request.key.index_bits, early_launch=True))
+def _simulate(case: StoreCase, arguments: tuple[int, ...]) -> None:
+    layout = _layout(case.key)
+    kernel = build_kernel(StoreSpec(layout, case.key.index_bits, early_launch=True, skipping=case.key.skipping))
     with _simulator:
-        kernel[layout.grid(request.batch), layout.block](*request.arguments)
+        kernel[layout.grid(case.batch), layout.block](*arguments)
 
 
 def use_early_launch(device: int) -> bool:
@@ -201,6 +200,7 @@ def warmup(
     index_dtype: str = "int64",
     alignment: int = 16,
     device: int | None = None,
+    skipping: bool = False,
 ) -> None:
     """Compile and load ahead of the first call, e.g. before a graph is captured or a server takes requests.
 
@@ -218,6 +218,8 @@ def warmup(
         What divides the addresses and row strides of the calls, in bytes.
     device : int, optional
         CUDA ordinal; the current device by default.
+    skipping : bool
+        Whether the calls will pass a `skip_index`, for which there are kernels of their own.
 
     Raises
     ------
@@ -238,8 +240,9 @@ def warmup(
     if not 0 <= ordinal < driver.device_count():
         raise ValueError(f"device must be one of {driver.device_count()} GPUs, counted from 0, got {ordinal}")
     key = PlanKey(
-        row_bytes, v_row_bytes or row_bytes, alignment, alignment, num_split, INDEX_BITS[index_dtype], ordinal
-    )
+        row_bytes, v_row_bytes or row_bytes, alignment, alignment, num_split, INDEX_BITS[index_dtype], ordinal,
+        bool(skipping),
+    )  # fmt: skip
     pushed = driver.push_device(ordinal)
     try:
         _make_plan(key)

@@ -74,10 +74,10 @@ def push_device(device: int) -> bool:
 
     (Not a context manager, whose generator every call would pay for.)
     """
-    initialise()
     status, current = cu.cuCtxGetDevice()
-    if status == cu.CUresult.CUDA_SUCCESS and int(current) == device:
+    if not status and int(current) == device:
         return False
+    initialise()
     check(cu.cuCtxPushCurrent(_primary_context(device)))
     return True
 

@@ -18,6 +18,7 @@ import numpy as np
 from numba import cfunc, types
 
 from . import driver, native, settings
+from .launch import EARLY_LAUNCH
 from .layout import StoreLayout
 
 __all__ = ["attach", "compile_entry", "remember_plan", "remember_type", "start", "status", "wait", "ways"]
@@ -51,23 +52,28 @@ def remember_type(kind: type, *, writable: bool) -> None:
     """
     if kind in ways:
         return
-    way, to_dltensor, current_stream = _way_to_read(kind)
+    way, reader, current_stream = _way_to_read(kind)
     with _lock:
-        if ways.setdefault(kind, way) is not way or to_dltensor is None:
+        if ways.setdefault(kind, way) is not way or reader is None:
             return
         offset = _free_row(native.TYPES, native.TYPE_BYTES, native.MAX_TYPES)
         if offset is None:
             ways[kind] = "Python road: more array types than the table holds"
             return
         _keep.append(kind)
-        _write(offset, id(kind), to_dltensor, current_stream, writable)
+        _write(offset, id(kind), reader, current_stream, writable)
 
 
 def _way_to_read(kind: type) -> tuple[str, int | None, int]:
     from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
     if kind is DeviceNDArray:
-        return "native: Numba's attributes", 0, 0
+        return "native: Numba's attributes", native.READ_NUMBA, 0
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and kind is getattr(cupy, "ndarray", None):
+        find_stream = cupy.cuda.get_current_stream
+        _keep.append(find_stream)
+        return "native: CuPy's attributes", native.READ_CUPY, id(find_stream)
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
     if capsule is None:
         return "Python road: the type has no __dlpack_c_exchange_api__", None, 0
@@ -103,17 +109,24 @@ def remember_plan(
         while _state[(native.PLANS + native.PLAN_BYTES * slot + native.PLAN_USED) // 8]:
             slot = (slot + 1) % native.MAX_PLANS
         row = native.PLANS + native.PLAN_BYTES * slot
-        attributes = _state.ctypes.data + native.ATTRIBUTE if early_launch else 0
+        attributes = EARLY_LAUNCH if early_launch else 0
         _write(row, first, second, context, layout.block, layout.groups, layout.parts, attributes)
         _write(row + native.PLAN_BANDS, *(word for band in bands for word in band))
         _write(row + native.PLAN_USED, 1)
 
 
 def _key_words(
-    k_row_bytes: int, v_row_bytes: int, k_align: int, v_align: int, num_split: int, index_bits: int, device: int
+    k_row_bytes: int,
+    v_row_bytes: int,
+    k_align: int,
+    v_align: int,
+    num_split: int,
+    index_bits: int,
+    device: int,
+    skipping: int,
 ) -> tuple[int, int]:
     first = k_row_bytes | v_row_bytes << 32
-    return first, k_align | v_align << 8 | num_split << 16 | index_bits << 24 | device << 32
+    return first, k_align | v_align << 8 | num_split << 16 | index_bits << 24 | device << 32 | skipping << 56
 
 
 def _python_plan_home(first: int, second: int) -> int:
@@ -221,10 +234,8 @@ def compile_entry() -> int:
     names = [sys.intern(name) for name in (*native.PARAMETERS, *native.ATTRIBUTES)]
     _keep.extend(names)
     _write(native.NAMES, *map(id, names))
-    _write(native.NONE, id(None), id(int), id(OwnedPointer))
+    _write(native.NONE, id(None), id(int), id(Exception), id(OwnedPointer))
     _write(native.DEVICE_COUNT, driver.device_count())
-    early = (ctypes.c_int32 * 18)(6, 0, 1)  # as launch._early_launch
-    _state[native.ATTRIBUTE // 8 : native.ATTRIBUTE // 8 + 9] = np.frombuffer(bytes(early), np.int64)
     if _state[native.DTYPES // 8] == 0:
         _remember_dtypes()
     _register()

@@ -43,6 +43,7 @@ class StoreSpec:
     index_bits: int
     early_launch: bool
     strategy: Strategy = PLAIN
+    skipping: bool = False
 
     @property
     def name(self) -> str:
@@ -55,7 +56,9 @@ class StoreSpec:
         name = f"store_kvcache_{rows}_{shape}_i{self.index_bits}{'_pdl' if self.early_launch else ''}"
         if self.strategy.release_first:
             name += "_rf"
-        return name + ("_nl1" if self.strategy.bypass_l1 else "")
+        if self.strategy.bypass_l1:
+            name += "_nl1"
+        return name + ("_skip" if self.skipping else "")
 
 
 def make_store_kernel(
@@ -66,6 +69,7 @@ def make_store_kernel(
     index_dtype: str = "int64",
     alignment: int = 16,
     early_launch: bool = False,
+    skipping: bool = False,
 ) -> Any:
     """The `@cuda.jit` dispatcher for one specialisation, to launch yourself or to learn from.
 
@@ -85,14 +89,17 @@ def make_store_kernel(
     early_launch : bool
         Emit the two early-launch (PDL) instructions. They need compute capability 9.0, and mean something only if the
         launch carries the attribute, which `kernel[grid, block, stream]` does not set.
+    skipping : bool
+        Leave rows out whose index is `skip_index`, before the assert; without it the kernel never looks at that.
 
     Returns
     -------
     kernel
         `kernel.layout` is its StoreLayout. Launch with
         `kernel[kernel.layout.grid(batch), kernel.layout.block, stream](k, v, k_cache, v_cache, indices, k_stride,
-        v_stride, k_cache_stride, v_cache_stride, index_stride, batch, size_limit)`: five addresses, five strides in
-        bytes, the number of rows, and the bound that every index is asserted to be under.
+        v_stride, k_cache_stride, v_cache_stride, index_stride, batch, size_limit, skip_index)`: five addresses, five
+        strides in bytes, the number of rows, the bound that every index is asserted to be under, and the index that
+        means "leave this row out" (0, say, where the kernel is not `skipping`).
 
     Raises
     ------
@@ -106,7 +113,7 @@ def make_store_kernel(
         integer("element_bytes", element_bytes), integer("v_element_bytes", v_element_bytes),
         integer("num_split", num_split), alignment, alignment,
     )  # fmt: skip
-    return build_kernel(StoreSpec(layout, INDEX_BITS[index_dtype], bool(early_launch)))
+    return build_kernel(StoreSpec(layout, INDEX_BITS[index_dtype], bool(early_launch), skipping=bool(skipping)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -115,7 +122,7 @@ def build_kernel(spec: StoreSpec) -> Any:
     layout, early_launch, bypass_l1 = spec.layout, spec.early_launch, spec.strategy.bypass_l1
     release_first, release_late = spec.strategy.release_first, not spec.strategy.release_first
     threads, parts, steps, groups = layout.threads, layout.parts, layout.steps, layout.groups
-    idle_threads = layout.idle_threads > 0
+    idle_threads, skipping = layout.idle_threads > 0, spec.skipping
     k_step, v_step = layout.k.step_vectors, layout.v.step_vectors
     k_vector_bytes, v_vector_bytes = layout.k.vector_bytes, layout.v.vector_bytes
     load_k, store_k = row_access(layout.k, parts * steps, bypass_l1)
@@ -126,7 +133,7 @@ def build_kernel(spec: StoreSpec) -> Any:
     def store_kvcache(
         k, v, k_cache, v_cache, indices,
         k_stride, v_stride, k_cache_stride, v_cache_stride, index_stride,
-        batch, size_limit,
+        batch, size_limit, skip_index,
     ):  # fmt: skip
         thread = u32(cuda.threadIdx.x)
         local = u32(thread // u32(threads))
@@ -163,6 +170,8 @@ def build_kernel(spec: StoreSpec) -> Any:
         k_target = u64(u64(k_cache + u64(i64(index) * k_cache_stride)) + k_offset)
         v_target = u64(u64(v_cache + u64(i64(index) * v_cache_stride)) + v_offset)
         in_bounds = index >= i64(0) and index < size_limit
+        # A row that is left out is loaded all the same: to leave earlier, every row would have to wait for its index.
+        wanted = not skipping or index != skip_index
 
         for step in range(steps):
             k_at, v_at = u64(step * k_step * k_vector_bytes), u64(step * v_step * v_vector_bytes)
@@ -172,10 +181,11 @@ def build_kernel(spec: StoreSpec) -> Any:
             v_words = load_v(u64(v_source + v_at), v_vector)
             if early_launch and release_late and step == steps - 1:
                 release_dependents()
-            check_slot(in_bounds)
-            if in_bounds:
-                store_k(u64(k_target + k_at), k_vector, k_words)
-                store_v(u64(v_target + v_at), v_vector, v_words)
+            if wanted:
+                check_slot(in_bounds)
+                if in_bounds:
+                    store_k(u64(k_target + k_at), k_vector, k_words)
+                    store_v(u64(v_target + v_at), v_vector, v_words)
 
     kernel = cuda.jit(store_kvcache)
     kernel.layout = layout

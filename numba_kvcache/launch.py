@@ -8,10 +8,11 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable
+from typing import NamedTuple
 
 from . import driver
 
-__all__ = ["launch"]
+__all__ = ["EARLY_LAUNCH", "Launch", "launch"]
 
 # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the grid may start before the one before it has finished.
 EARLY_LAUNCH_ATTRIBUTE = 6
@@ -19,12 +20,13 @@ EARLY_LAUNCH_ATTRIBUTE = 6
 
 # CUlaunchAttribute: id, then a union of 64 bytes at offset 8.
 _early_launch = ctypes.create_string_buffer(struct.pack("i4xi60x", EARLY_LAUNCH_ATTRIBUTE, 1), 72)
-_EARLY_LAUNCH = ctypes.addressof(_early_launch)
+EARLY_LAUNCH = ctypes.addressof(_early_launch)
+"""Address of the launch attribute, for both host roads."""
 
 # A block holds one call: CUlaunchConfig (grid, block, shared bytes, stream, attributes, their count), the parameters as
 # compiler.SIGNATURE has them, and the addresses of those.
-_CALL = struct.Struct("3I3II4xQQI4x 5Q5qI4xq")
-_POINTER_TABLE = struct.Struct("12Q")
+_CALL = struct.Struct("3I3II4xQQI4x 5Q5qI4xqq")
+_POINTER_TABLE = struct.Struct("13Q")
 _PARAMETERS = struct.calcsize("3I3II4xQQI4x")
 _POINTERS = _CALL.size
 _Block = ctypes.c_char * (_CALL.size + _POINTER_TABLE.size)
@@ -45,18 +47,28 @@ def _new_block() -> tuple[ctypes.Array[ctypes.c_char], int]:
     block = _Block()
     base = ctypes.addressof(block)
     first = base + _PARAMETERS
-    _POINTER_TABLE.pack_into(block, _POINTERS, *range(first, first + 96, 8))
+    _POINTER_TABLE.pack_into(block, _POINTERS, *range(first, first + 104, 8))
     return block, base
 
 
-def launch(kernel: int, grid: int, block: int, stream: int, early_launch: bool, arguments: tuple[int, ...]) -> None:
-    """Launch `kernel` on `stream` of the current device. The driver copies the arguments before it returns."""
+class Launch(NamedTuple):
+    """What to launch: a kernel's handle, blocks, threads per block, and whether it starts early."""
+
+    kernel: int
+    grid: int
+    block: int
+    early_launch: bool
+
+
+def launch(what: Launch, stream: int, arguments: tuple[int, ...]) -> None:
+    """Launch on `stream` of the current device. The driver copies the arguments before it returns."""
+    kernel, grid, block, early_launch = what
     try:
         entry = _free.pop()
     except IndexError:
         entry = _new_block()
     values, base = entry
-    attributes, count = (_EARLY_LAUNCH, 1) if early_launch else (0, 0)
+    attributes, count = (EARLY_LAUNCH, 1) if early_launch else (0, 0)
     _CALL.pack_into(values, 0, grid, 1, 1, block, 1, 1, 0, stream, attributes, count, *arguments)
     status = _launch_kernel()(base, kernel, base + _POINTERS, None)
     _free.append(entry)

@@ -41,9 +41,13 @@ INDEX_BITS = {"int32": 32, "int64": 64}
 # part; 0 (the package chooses) and 1 ask only for whole words.
 SPLIT_MULTIPLE = {0: 4, 1: 4, 2: 256, 4: 512}
 
-# Blocks of 128 threads, or 256 for the widest rows, were at or near the best of 64 to 256 on an H200.
+# Blocks of 128 threads were at or near the best of 64 to 256 on an H200; up to 256 where that leaves fewer idle.
 BLOCK = 128
 MAX_BLOCK = 256
+
+# What a thread moves of each row where the package chooses: more per thread gained up to 7 % at 16 MiB of reads and
+# lost up to 6 % elsewhere (H200, docs/notes/kernel-speed.md).
+THREAD_BYTES = 16
 
 # Every load of a step is issued before its first store, so words in flight are registers: 16 words of K and 16 of V
 # make 44 to 54 registers in one step, at most 73 (sm_80) in several; tests/test_machine_code.py bounds them.
@@ -180,7 +184,7 @@ class Strategy:
 PLAIN = Strategy()
 
 # Reads of K and V per launch, in bytes, between which rows pass the L1 by.
-BYPASS_FROM, BYPASS_TO = 1 << 20, 16 << 20
+BYPASS_FROM, BYPASS_TO = 1 << 19, 16 << 20
 
 
 def strategies(layout: StoreLayout, sm_count: int, early_launch: bool) -> tuple[tuple[int, Strategy], ...]:
@@ -254,12 +258,19 @@ def _plan_split(row_bytes: tuple[int, ...], alignments: tuple[int, ...], num_spl
 
 
 def _plan_auto(row_bytes: tuple[int, ...], alignments: tuple[int, ...]) -> StoreLayout:
-    """One vector per thread while a block can hold the row, then more per thread, then more groups per row."""
+    """A vector per thread; rows of more than BLOCK vectors take up to THREAD_BYTES per thread, then several parts.
+
+    Parts rather than more threads per block: a single row of 8 KiB took 0.74 us in four blocks and 0.89 in one (H200).
+    """
     vectors = [_widest(n, a) for n, a in zip(row_bytes, alignments, strict=True)]
-    threads = min(MAX_BLOCK, max(n // vec for n, vec in zip(row_bytes, vectors, strict=True)))
-    parts = max(-(-n // (vec * threads * _max_loops(vec))) for n, vec in zip(row_bytes, vectors, strict=True))
+    counts = [n // vec for n, vec in zip(row_bytes, vectors, strict=True)]
+    parts = max(-(-n // (BLOCK * THREAD_BYTES)) for n in row_bytes)
+    # As many rounds as a full block would need, then no more threads than those rounds ask for.
+    rounds = [-(-count // (BLOCK * parts)) for count in counts]
+    threads = max(-(-count // (n * parts)) for count, n in zip(counts, rounds, strict=True))
     k, v = (
-        RowLayout(n, vec, threads, -(-n // (vec * threads * parts))) for n, vec in zip(row_bytes, vectors, strict=True)
+        RowLayout(n, vec, threads, -(-count // (threads * parts)))
+        for n, vec, count in zip(row_bytes, vectors, counts, strict=True)
     )
     return StoreLayout(k, v, parts=parts, steps=1, groups=_groups_per_block(threads))
 

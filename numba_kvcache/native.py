@@ -5,9 +5,9 @@ launch alone about 4. So `store_kvcache` stays the Python function that it is, a
 function that CPython calls when somebody calls it, is set to `entry` below: machine code with the C signature
 `(function, args, nargsf, names) -> PyObject *`, compiled by `numba.cfunc`. `entry`
 
-1. sorts positional and keyword arguments into eight slots;
+1. sorts positional and keyword arguments into nine slots;
 2. reads each array into a view: torch tensors (and whatever else has one) through the DLPack C exchange table of their
-   type, Numba device arrays through their attributes;
+   type, Numba and CuPy arrays through their attributes;
 3. makes the checks of contract.py, in its order of arguments though not of messages;
 4. looks the plan up (which kernel, how many threads) that dispatch.py made for these row widths and alignments;
 5. fills the parameter block, on its own stack, and launches.
@@ -32,20 +32,26 @@ from numba.extending import intrinsic
 # ----------------------------------------------------------------------------------------------------------------------
 # The table: int64 words, offsets in bytes.
 
-PARAMETERS = ("k", "v", "k_cache", "v_cache", "indices", "num_split", "size_limit", "stream")
-ATTRIBUTES = ("shape", "strides", "dtype", "gpu_data", "device_ctypes_pointer", "value")
+PARAMETERS = ("k", "v", "k_cache", "v_cache", "indices", "num_split", "size_limit", "stream", "skip_index")
+ATTRIBUTES = ("shape", "strides", "dtype", "gpu_data", "device_ctypes_pointer", "value", "data", "ptr", "device_id")
 
 NAMES = 0  # interned strings: PARAMETERS, then ATTRIBUTES
-SHAPE, STRIDES, DTYPE_NAME, GPU_DATA, POINTER, VALUE = range(64, 112, 8)
-NONE = 112
-INT_TYPE = 120
-OWNED_POINTER = 128  # Numba's class for memory that its own memory manager allocated
-PYTHON_ROAD = 136  # the function's original vectorcall
-DEVICE_COUNT = 144
-ATTRIBUTE = 152  # CUlaunchAttribute, 72 bytes: early launch on
+SHAPE, STRIDES, DTYPE_NAME, GPU_DATA, POINTER, VALUE, DATA, PTR, DEVICE_ID = range(72, 144, 8)
+NONE = 144
+INT_TYPE = 152
+EXCEPTION = 160  # the class
+OWNED_POINTER = 168  # Numba's class for memory that its own memory manager allocated
+PYTHON_ROAD = 176  # the function's original vectorcall
+DEVICE_COUNT = 184
+EARLY_LAUNCH = 192  # address of the launch attribute
 
-TYPES = 256  # rows: type, DLPack to_dltensor, current_stream, whether none is ever read-only
+# Rows: type, how to read it, how to find its library's stream, whether none is ever read-only. How to read: READ_NUMBA,
+# READ_CUPY, or the address of a DLPack to_dltensor. The stream: of Numba none, of CuPy a Python callable, of the others
+# the address of a DLPack current_work_stream.
+TYPES = 256
 TYPE_BYTES, MAX_TYPES = 32, 16
+TYPE_READER, TYPE_STREAM, TYPE_WRITABLE = 8, 16, 24
+READ_NUMBA, READ_CUPY = 0, 1
 
 DTYPES = TYPES + TYPE_BYTES * MAX_TYPES  # rows: numpy dtype object, DLPack dtype word
 DTYPE_BYTES, MAX_DTYPES = 16, 32
@@ -61,19 +67,23 @@ STATE_BYTES = PLANS + PLAN_BYTES * MAX_PLANS
 # ----------------------------------------------------------------------------------------------------------------------
 # The stack frame of one call, offsets in bytes.
 
-SLOTS = 0  # eight argument objects
-VIEWS = 64  # five views of eight words
-DLTENSOR = 384
-STREAM = 432
-CONFIG = 440  # CUlaunchConfig
-ARGUMENTS = 496  # twelve words
-POINTERS = 592  # twelve addresses of those
-SCRATCH = 688
-FRAME_BYTES = 696
+SLOTS = 0  # nine argument objects
+VIEWS = 72  # five views
+DLTENSOR = 712
+STREAM = 760
+CONFIG = 768  # CUlaunchConfig
+ARGUMENTS = 824  # thirteen words
+POINTERS = 928  # thirteen addresses of those
+SCRATCH = 1032
+FRAME_BYTES = 1040
 
-# A view: what arrays.ArrayView is, in int64 words. All strides in bytes; dtype as DLPack packs it.
-VIEW_BYTES = 64
-ADDRESS, DIMENSIONS, ROWS, COLUMNS, ROW_STRIDE, COLUMN_STRIDE, DTYPE, DEVICE = range(0, 64, 8)
+# A view: what arrays.ArrayView is, in int64 words, then the array as rows (contract.py). Dtype as DLPack packs it, all
+# strides in bytes.
+VIEW_BYTES = 128
+ADDRESS, DIMENSIONS, DTYPE, DEVICE, EXTENTS = range(0, 40, 8)
+PITCHES = 64  # strides, one per dimension
+ROWS, ROW_STRIDE, COLUMNS = range(96, 120, 8)  # COLUMNS: elements of a row
+MAX_DIMENSIONS = 4
 
 DL_CUDA = 2
 DL_COMPLEX = 5
@@ -87,6 +97,8 @@ DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
 Py_DecRef = types.ExternalFunction("Py_DecRef", types.void(types.int64))
 PyErr_Clear = types.ExternalFunction("PyErr_Clear", types.void())
+PyErr_ExceptionMatches = types.ExternalFunction("PyErr_ExceptionMatches", types.int32(types.int64))
+PyErr_Occurred = types.ExternalFunction("PyErr_Occurred", types.int64())
 PyEval_RestoreThread = types.ExternalFunction("PyEval_RestoreThread", types.void(types.int64))
 PyEval_SaveThread = types.ExternalFunction("PyEval_SaveThread", types.int64())
 PyLong_AsLongLong = types.ExternalFunction("PyLong_AsLongLong", types.int64(types.int64))
@@ -94,6 +106,7 @@ PyLong_AsLongLongAndOverflow = types.ExternalFunction(
     "PyLong_AsLongLongAndOverflow", types.int64(types.int64, types.int64)
 )
 PyLong_AsUnsignedLongLongMask = types.ExternalFunction("PyLong_AsUnsignedLongLongMask", types.int64(types.int64))
+PyObject_CallNoArgs = types.ExternalFunction("PyObject_CallNoArgs", types.int64(types.int64))
 PyObject_GetAttr = types.ExternalFunction("PyObject_GetAttr", types.int64(types.int64, types.int64))
 PyTuple_GetItem = types.ExternalFunction("PyTuple_GetItem", types.int64(types.int64, types.int64))
 PyTuple_Size = types.ExternalFunction("PyTuple_Size", types.int64(types.int64))
@@ -223,17 +236,24 @@ def object_type(thing):
 
 
 @inlined
+def forget_error():
+    """Clear what a failed call raised: the Python road will meet it again. A KeyboardInterrupt stays for `entry`."""
+    if PyErr_Occurred() != 0 and PyErr_ExceptionMatches(load(state() + EXCEPTION)) != 0:
+        PyErr_Clear()
+
+
+@inlined
 def sort_arguments(args, count, names, slots):
     """Argument objects into their slots, 0 where absent; False for a call that Python itself would refuse."""
     if count > 7:
         return False
-    for i in range(8):
+    for i in range(9):
         store(slots + 8 * i, load(args + 8 * i) if i < count else 0)
     if names != 0:
         for j in range(PyTuple_Size(names)):
             name = PyTuple_GetItem(names, j)
             found = -1
-            for i in range(8):
+            for i in range(9):
                 if load(state() + NAMES + 8 * i) == name:
                     found = i
             if found < 0 or load(slots + 8 * found) != 0:
@@ -277,10 +297,10 @@ def find_type(array):
 @inlined
 def read_view(array, row, view, frame):
     """Fill a view from an array whose type has this row of TYPES."""
-    function = load(row + 8)
-    if function != 0:
-        return read_exchange(array, function, view, frame + DLTENSOR)
-    return read_numba(array, view, frame + SCRATCH)
+    reader = load(row + TYPE_READER)
+    if reader in (READ_NUMBA, READ_CUPY):
+        return read_attributes(array, reader, view, frame + SCRATCH)
+    return read_exchange(array, reader, view, frame + DLTENSOR)
 
 
 @inlined
@@ -293,11 +313,11 @@ def item_bytes(dtype):
 def read_exchange(array, function, view, tensor):
     """A view through the type's DLPack exchange table; the DLTensor's fields are in dlpack.h's order."""
     if call_to_dltensor(function, array, tensor) != 0:
-        PyErr_Clear()
+        forget_error()
         return False
     dimensions, dtype = load32(tensor + 16), load32(tensor + 20)
     shape, strides = load(tensor + 24), load(tensor + 32)
-    if load32(tensor + 8) != DL_CUDA or dimensions < 1 or dimensions > 2 or strides == 0:
+    if load32(tensor + 8) != DL_CUDA or dimensions < 1 or dimensions > MAX_DIMENSIONS or strides == 0:
         return False
     # A complex tensor may be lazily conjugated, and bits that are no whole bytes have no stride.
     if dtype & 0xFF == DL_COMPLEX or ((dtype >> 8 & 0xFF) * (dtype >> 16)) & 7:
@@ -305,59 +325,51 @@ def read_exchange(array, function, view, tensor):
     size = item_bytes(dtype)
     store(view + ADDRESS, load(tensor) + load(tensor + 40))
     store(view + DIMENSIONS, dimensions)
-    store(view + ROWS, load(shape))
-    store(view + ROW_STRIDE, load(strides) * size)
-    store(view + COLUMNS, load(shape + 8) if dimensions == 2 else 1)
-    store(view + COLUMN_STRIDE, load(strides + 8) * size if dimensions == 2 else size)
+    for i in range(dimensions):
+        store(view + EXTENTS + 8 * i, load(shape + 8 * i))
+        store(view + PITCHES + 8 * i, load(strides + 8 * i) * size)
     store(view + DTYPE, dtype)
     store(view + DEVICE, load32(tensor + 12))
     return True
 
 
 @inlined
-def read_numba(array, view, scratch):
-    """A view of a numba.cuda DeviceNDArray: shape, strides, dtype, gpu_data."""
-    dimensions = read_pair(array, SHAPE, view + ROWS, view + COLUMNS)
-    if dimensions == 0 or read_pair(array, STRIDES, view + ROW_STRIDE, view + COLUMN_STRIDE) != dimensions:
+def read_attributes(array, reader, view, scratch):
+    """A view of a numba.cuda or CuPy array: shape, strides, dtype, and where its memory is."""
+    dimensions = read_integers(array, SHAPE, view + EXTENTS)
+    if dimensions == 0 or read_integers(array, STRIDES, view + PITCHES) != dimensions:
         return False
     dtype = read_dtype(array)
     if dtype == 0:
         return False
     store(view + DIMENSIONS, dimensions)
     store(view + DTYPE, dtype)
-    address = read_pointer(array)
-    store(view + ADDRESS, address)
-    if address == 0:
-        return False  # no memory, or not Numba's own: the Python road looks closer
-    # Numba's own memory is on the only GPU if there is only one; asking costs 0.1 us an array.
     store(scratch, 0)
-    if load(state() + DEVICE_COUNT) != 1 and pointer_attribute(scratch, DEVICE_ORDINAL, address) != 0:
-        return False
+    address = read_cupy_memory(array, scratch) if reader == READ_CUPY else read_numba_memory(array, scratch)
+    store(view + ADDRESS, address)
     store(view + DEVICE, load32(scratch))
-    return True
+    return address != 0  # no memory, or not of the usual kind: the Python road looks closer
 
 
 @inlined
-def read_pair(array, name, first, second):
-    """One or two integers of a tuple attribute; returns how many, 0 for anything else."""
-    pair = PyObject_GetAttr(array, load(state() + name))
-    if pair == 0:
-        PyErr_Clear()
+def read_integers(array, name, first):
+    """One to four integers of a tuple attribute; returns how many, 0 for anything else."""
+    numbers = PyObject_GetAttr(array, load(state() + name))
+    if numbers == 0:
+        forget_error()
         return 0
-    count = PyTuple_Size(pair)
-    if count == 1 or count == 2:
-        a = PyLong_AsLongLong(PyTuple_GetItem(pair, 0))
-        b = PyLong_AsLongLong(PyTuple_GetItem(pair, 1)) if count == 2 else 1
-        store(first, a)
-        store(second, b)
-        if a == -1 or b == -1:  # also how an error is reported
-            count = 0
-    else:
-        count = 0
-    if count == 0:
-        PyErr_Clear()
-    Py_DecRef(pair)
-    return count
+    count = PyTuple_Size(numbers)
+    valid = 0 < count <= MAX_DIMENSIONS
+    if valid:
+        for i in range(count):
+            value = PyLong_AsLongLong(PyTuple_GetItem(numbers, i))
+            store(first + 8 * i, value)
+            if value == -1:  # also how an error is reported
+                valid = False
+    if not valid:
+        forget_error()
+    Py_DecRef(numbers)
+    return count if valid else 0
 
 
 @inlined
@@ -365,7 +377,7 @@ def read_dtype(array):
     """DLPack's word for the array's dtype, or 0."""
     dtype = PyObject_GetAttr(array, load(state() + DTYPE_NAME))
     if dtype == 0:
-        PyErr_Clear()
+        forget_error()
         return 0
     word = 0
     for i in range(MAX_DTYPES):
@@ -380,27 +392,72 @@ def read_dtype(array):
 
 
 @inlined
-def read_pointer(array):
-    """The device address that `array.gpu_data` holds, or 0."""
+def integer_attribute(thing, name):
+    """A plain int attribute as an unsigned word, or 0."""
+    value = PyObject_GetAttr(thing, load(state() + name))
+    if value == 0:
+        forget_error()
+        return 0
+    number = 0
+    if object_type(value) == load(state() + INT_TYPE):
+        number = PyLong_AsUnsignedLongLongMask(value)
+    Py_DecRef(value)
+    return number
+
+
+@inlined
+def read_numba_memory(array, ordinal):
+    """The address that `array.gpu_data` holds, and its GPU into `ordinal`; or 0."""
     memory = PyObject_GetAttr(array, load(state() + GPU_DATA))
     if memory == 0:
-        PyErr_Clear()
+        forget_error()
         return 0
     address = 0
     if object_type(memory) == load(state() + OWNED_POINTER):
-        # A ctypes.c_void_p; its value is None for null, which is no integer.
-        pointer = PyObject_GetAttr(memory, load(state() + POINTER))
-        value = PyObject_GetAttr(pointer, load(state() + VALUE)) if pointer != 0 else 0
-        if value != 0 and object_type(value) == load(state() + INT_TYPE):
-            address = PyLong_AsUnsignedLongLongMask(value)
-        if value != 0:
-            Py_DecRef(value)
-        else:
-            PyErr_Clear()
+        pointer = PyObject_GetAttr(memory, load(state() + POINTER))  # a ctypes.c_void_p; None for null
         if pointer != 0:
+            address = integer_attribute(pointer, VALUE)
             Py_DecRef(pointer)
+        else:
+            forget_error()
+    Py_DecRef(memory)
+    # Numba's own memory is on the only GPU if there is only one; asking costs 0.1 us an array.
+    one = load(state() + DEVICE_COUNT) == 1
+    return address if one or address == 0 or pointer_attribute(ordinal, DEVICE_ORDINAL, address) == 0 else 0
+
+
+@inlined
+def read_cupy_memory(array, ordinal):
+    """The address that `array.data.ptr` holds, and `array.data.device_id` into `ordinal`; or 0."""
+    memory = PyObject_GetAttr(array, load(state() + DATA))
+    if memory == 0:
+        forget_error()
+        return 0
+    address = integer_attribute(memory, PTR)
+    if load(state() + DEVICE_COUNT) != 1:
+        store(ordinal, integer_attribute(memory, DEVICE_ID))
     Py_DecRef(memory)
     return address
+
+
+@inlined
+def library_stream(row, device, scratch):
+    """(whether it could be found, the stream that the array library of this row of TYPES works on)."""
+    find = load(row + TYPE_STREAM)
+    if find == 0:
+        return True, 0
+    if load(row + TYPE_READER) == READ_CUPY:
+        stream = PyObject_CallNoArgs(find)  # of the current device, which is the arrays'
+        if stream == 0:
+            forget_error()
+            return False, 0
+        handle = integer_attribute(stream, PTR)
+        Py_DecRef(stream)
+        return True, handle
+    if call_current_stream(find, DL_CUDA, device, scratch) != 0:
+        forget_error()
+        return False, 0
+    return True, load(scratch)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -408,43 +465,61 @@ def read_pointer(array):
 
 
 @inlined
-def row_stride(view):
-    """Bytes from row to row; 0 where there is one row."""
-    return load(view + ROW_STRIDE) if load(view + ROWS) > 1 else 0
-
-
-@inlined
-def dense(view, dtype):
-    """Two dimensions, the common dtype, dense rows.
+def see_rows(view, leading):
+    """Fold a view into rows, counted over its `leading` dimensions; False for what contract.py would refuse.
 
     Rows of one element have no inner stride to look at, and may be a lazily negated view: the Python road asks.
     """
-    return (
-        load(view + DIMENSIONS) == 2
-        and load(view + DTYPE) == dtype
-        and load(view + COLUMNS) > 1
-        and load(view + COLUMN_STRIDE) == item_bytes(dtype)
-    )
+    size, elements = item_bytes(load(view + DTYPE)), 1
+    for i in range(load(view + DIMENSIONS) - 1, leading - 1, -1):
+        extent = load(view + EXTENTS + 8 * i)
+        if extent < 1 or extent >= 2**31 or (extent > 1 and load(view + PITCHES + 8 * i) != elements * size):
+            return False
+        elements *= extent
+        if elements >= 2**31:
+            return False
+    rows, stride = load(view + EXTENTS), load(view + PITCHES)
+    if leading == 2:
+        pages, page_rows, page_stride = rows, load(view + EXTENTS + 8), stride
+        if pages >= 2**31 or page_rows >= 2**31:
+            return False
+        if page_rows > 1:
+            stride = load(view + PITCHES + 8)
+            if pages > 1 and page_stride != page_rows * stride:
+                return False
+        rows = pages * page_rows
+    store(view + ROWS, rows)
+    store(view + ROW_STRIDE, stride if rows > 1 else 0)
+    store(view + COLUMNS, elements)
+    return elements > 1
 
 
 @inlined
 def alignment(source, cache):
     """What divides addresses and row strides: 16, 8, 4 or less."""
-    bits = load(source + ADDRESS) | load(cache + ADDRESS) | row_stride(source) | row_stride(cache) | 16
+    bits = load(source + ADDRESS) | load(cache + ADDRESS) | load(source + ROW_STRIDE) | load(cache + ROW_STRIDE) | 16
     return bits & -bits
 
 
 @inlined
 def pair_is_valid(source, cache, batch, dtype):
     """What contract.py asks of k with k_cache, and of v with v_cache."""
+    row_dimensions = load(source + DIMENSIONS) - 1
+    leading = load(cache + DIMENSIONS) - row_dimensions
+    if row_dimensions < 1 or row_dimensions > 2 or leading < 1 or leading > 2:
+        return False
+    for i in range(row_dimensions):
+        if load(source + EXTENTS + 8 * (1 + i)) != load(cache + EXTENTS + 8 * (leading + i)):
+            return False
+    if load(source + DTYPE) != dtype or load(cache + DTYPE) != dtype:
+        return False
+    if not see_rows(source, 1) or not see_rows(cache, leading):
+        return False
     row_bytes = load(source + COLUMNS) * item_bytes(dtype)
     slots = load(cache + ROWS)
     return (
-        dense(source, dtype)
-        and dense(cache, dtype)
-        and load(source + ROWS) == batch
-        and load(source + COLUMNS) == load(cache + COLUMNS)
-        and 0 < row_bytes < 2**31
+        load(source + ROWS) == batch
+        and row_bytes < 2**31
         and slots > 0
         and (slots == 1 or abs(load(cache + ROW_STRIDE)) >= row_bytes)
         and alignment(source, cache) >= 4
@@ -453,16 +528,17 @@ def pair_is_valid(source, cache, batch, dtype):
 
 @inlined
 def indices_are_valid(indices):
-    """int32 or int64, one dimension, aligned."""
+    """int32 or int64, one dimension, aligned; its row stride is then known as well."""
     dtype = load(indices + DTYPE)
-    if dtype != DL_INT32 and dtype != DL_INT64:
+    if load(indices + DIMENSIONS) != 1 or (dtype != DL_INT32 and dtype != DL_INT64):
         return False
-    low_bits = item_bytes(dtype) - 1
-    return load(indices + DIMENSIONS) == 1 and (load(indices + ADDRESS) | row_stride(indices)) & low_bits == 0
+    stride = load(indices + PITCHES) if load(indices + EXTENTS) > 1 else 0
+    store(indices + ROW_STRIDE, stride)
+    return (load(indices + ADDRESS) | stride) & (item_bytes(dtype) - 1) == 0
 
 
 @inlined
-def plan_key(k, v, k_cache, v_cache, indices, num_split):
+def plan_key(k, v, k_cache, v_cache, indices, num_split, skipping):
     """The two words under which remember_plan files a plan (fast_road._key_words)."""
     dtype = load(k_cache + DTYPE)
     size = item_bytes(dtype)
@@ -473,6 +549,7 @@ def plan_key(k, v, k_cache, v_cache, indices, num_split):
         | num_split << 16
         | (item_bytes(load(indices + DTYPE)) << 3) << 24
         | load(k_cache + DEVICE) << 32
+        | skipping << 56
     )
     return first, second
 
@@ -507,15 +584,16 @@ def plan_kernel(plan, batch):
 
 
 @inlined
-def launch_plan(plan, batch, size_limit, stream, frame):
+def launch_plan(plan, batch, size_limit, skip_index, stream, frame):
     """Fill the parameter block and launch; True if the driver took it. The stack is this call's own."""
     views, arguments, config = frame + VIEWS, frame + ARGUMENTS, frame + CONFIG
     for i in range(5):
         store(arguments + 8 * i, load(views + VIEW_BYTES * i + ADDRESS))
-        store(arguments + 40 + 8 * i, row_stride(views + VIEW_BYTES * i))
+        store(arguments + 40 + 8 * i, load(views + VIEW_BYTES * i + ROW_STRIDE))
     store(arguments + 80, batch)
     store(arguments + 88, size_limit)
-    for i in range(12):
+    store(arguments + 96, skip_index)
+    for i in range(13):
         store(frame + POINTERS + 8 * i, arguments + 8 * i)
     kernel = plan_kernel(plan, batch)
     groups, attributes = load(plan + PLAN_GROUPS), load(plan + PLAN_ATTRIBUTES)
@@ -541,11 +619,8 @@ def on_stream(foreign, slots, device, handle, scratch):
     """Whether the libraries of these arrays work on the stream that we launch on; else theirs must be waited for."""
     for i in range(5):
         if foreign >> i & 1:
-            row = find_type(load(slots + 8 * i))
-            if call_current_stream(load(row + 16), DL_CUDA, device, scratch) != 0:
-                PyErr_Clear()
-                return False
-            if load(scratch) != handle:
+            found, theirs = library_stream(find_type(load(slots + 8 * i)), device, scratch)
+            if not found or theirs != handle:
                 return False
     return True
 
@@ -558,7 +633,7 @@ def serve(args, count, names):
     if not sort_arguments(args, count, names, slots):
         return False
 
-    stream_of, foreign = 0, 0
+    owner, foreign = 0, 0
     for i in range(5):
         array = load(slots + 8 * i)
         row = find_type(array)
@@ -566,25 +641,28 @@ def serve(args, count, names):
             return False
         if load(views + VIEW_BYTES * i + ADDRESS) == 0:
             return False
-        if load(row + 24) == 0:
+        if load(row + TYPE_WRITABLE) == 0:
             if i == 2 or i == 3:
                 return False
             foreign |= 1 << i
         if i == 2:
-            stream_of = load(row + 16)
+            owner = row
     k, v, k_cache = views, views + VIEW_BYTES, views + 2 * VIEW_BYTES
     v_cache, indices = views + 3 * VIEW_BYTES, views + 4 * VIEW_BYTES
 
-    batch, dtype = load(indices + ROWS), load(k_cache + DTYPE)
+    batch, dtype = load(indices + EXTENTS), load(k_cache + DTYPE)
     if batch < 1 or batch > MAX_BATCH or not indices_are_valid(indices):
         return False
     if not pair_is_valid(k, k_cache, batch, dtype) or not pair_is_valid(v, v_cache, batch, dtype):
         return False
 
+    none = load(state() + NONE)
     split_ok, num_split = integer_argument(load(slots + 40), scratch)
     limit_ok, size_limit = integer_argument(load(slots + 48), scratch)
-    # None is a size limit but not a split.
-    if not split_ok or not limit_ok or load(slots + 40) == load(state() + NONE) or num_split < 0 or num_split > 4:
+    skip_ok, skip_index = integer_argument(load(slots + 64), scratch)
+    skipping = 1 if load(slots + 64) != 0 and load(slots + 64) != none else 0
+    # None is a size limit, and no slot to skip, but not a split.
+    if not split_ok or not limit_ok or not skip_ok or load(slots + 40) == none or num_split < 0 or num_split > 4:
         return False
     rows = min(load(k_cache + ROWS), load(v_cache + ROWS))
     if size_limit < 0 or size_limit > rows:
@@ -596,7 +674,7 @@ def serve(args, count, names):
     for i in range(5):
         if load(views + VIEW_BYTES * i + DEVICE) != device:
             return False
-    first, second = plan_key(k, v, k_cache, v_cache, indices, num_split)
+    first, second = plan_key(k, v, k_cache, v_cache, indices, num_split, skipping)
     plan = find_plan(first, second)
     if plan == 0 or batch * load(plan + PLAN_PARTS) > MAX_BATCH:
         return False
@@ -604,24 +682,21 @@ def serve(args, count, names):
         return False  # another context is current, or none: the Python road switches and switches back
 
     stream = load(slots + 56)
-    handle = 0
-    if stream != 0 and stream != load(state() + NONE):
+    if stream != 0 and stream != none:
         stream_ok, handle = integer_argument(stream, scratch)
-        if not stream_ok or handle < 0:
-            return False
-    elif stream_of != 0:
-        if call_current_stream(stream_of, DL_CUDA, device, frame + STREAM) != 0:
-            PyErr_Clear()
-            return False
-        handle = load(frame + STREAM)
-    if foreign != 0 and not on_stream(foreign, slots, device, handle, frame + STREAM):
+        stream_ok = stream_ok and handle >= 0
+    else:
+        stream_ok, handle = library_stream(owner, device, frame + STREAM)
+    if not stream_ok or (foreign != 0 and not on_stream(foreign, slots, device, handle, frame + STREAM)):
         return False
-    return launch_plan(plan, batch, size_limit, handle, frame)
+    return launch_plan(plan, batch, size_limit, skip_index, handle, frame)
 
 
 def entry(function, args, nargsf, names):
-    """A vectorcall: serve the call here, or leave it to the Python road."""
+    """A vectorcall: serve the call here, or leave it to the Python road. 0 says that an exception is set."""
     count = nargsf & 0x7FFFFFFFFFFFFFFF  # the top bit is PY_VECTORCALL_ARGUMENTS_OFFSET
     if serve(args, count, names):
         return load(state() + NONE)
+    if PyErr_Occurred() != 0:
+        return 0
     return call_python_road(load(state() + PYTHON_ROAD), function, args, nargsf, names)

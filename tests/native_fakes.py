@@ -9,11 +9,12 @@ import ctypes
 import struct
 import sys
 import types as python_types
+from typing import NamedTuple
 
 import numpy as np
 from numba import cfunc, types
 
-from numba_kvcache import arrays, dispatch, driver, fast_road, native
+from numba_kvcache import arrays, contract, dispatch, driver, fast_road, native
 from numba_kvcache.native import load, load32, store, store32
 
 i32, i64 = types.int32, types.int64
@@ -57,11 +58,11 @@ def _launch(config, kernel, parameters, extra):
     for i in range(7):
         store(_RECORDS + 8 * i, load(config + 8 * i))
     store(_RECORDS + 56, kernel)
-    for i in range(12):
+    for i in range(13):
         store(_RECORDS + 64 + 8 * i, load(load(parameters + 8 * i)))
-    store(_RECORDS + 160, extra)
+    store(_RECORDS + 168, extra)
     for i in range(9):
-        store(_RECORDS + 168 + 8 * i, load(load(config + 40) + 8 * i) if load32(config + 48) != 0 else 0)
+        store(_RECORDS + 176 + 8 * i, load(load(config + 40) + 8 * i) if load32(config + 48) != 0 else 0)
     return np.int32(load(_LAUNCH_STATUS))
 
 
@@ -120,11 +121,11 @@ def last_launch():
         "block": tuple(grid_block[3:]),
         "shared": shared,
         "stream": stream,
-        "attributes": records[21:30].tobytes() if count else b"",
+        "attributes": records[22:31].tobytes() if count else b"",
         "count": count,
         "kernel": int(records[7]),
-        "parameters": records[8:20].tolist(),
-        "extra": int(records[20]),
+        "parameters": records[8:21].tolist(),
+        "extra": int(records[21]),
     }
 
 
@@ -179,8 +180,8 @@ class Fields(ctypes.Structure):
         ("strides_at", ctypes.c_uint64),
         ("byte_offset", ctypes.c_uint64),
         ("fails", ctypes.c_int64),
-        ("extents", ctypes.c_int64 * 3),
-        ("steps", ctypes.c_int64 * 3),
+        ("extents", ctypes.c_int64 * 5),
+        ("steps", ctypes.c_int64 * 5),
     )
 
     def __init__(self, shape, strides, dtype, address, *, ordinal=0, device_kind=CUDA, offset=0, conj=False):
@@ -203,17 +204,24 @@ _CAPSULE_NAME = b"dlpack_exchange_api"
 _capsule, _table = exchange_table()
 
 
+class Device(NamedTuple):
+    """What torch.device is."""
+
+    type: str
+    index: int
+
+
 class Tensor(Fields):
     """Stands for torch.Tensor, with what the Python road asks of one."""
 
     __dlpack_c_exchange_api__ = _capsule
 
     is_cuda = property(lambda self: self.device_kind == CUDA)
-    device = property(lambda self: python_types.SimpleNamespace(type="cuda" if self.is_cuda else "cpu"))
+    device = property(lambda self: Device("cuda" if self.is_cuda else "cpu", self.ordinal))
     shape = property(lambda self: tuple(self.extents[: self.ndim]))
     dtype = property(lambda self: _by_word[self.code, self.bits, self.lanes])
 
-    def get_device(self):
+    def get_device(self):  # of the current stream
         return self.ordinal
 
     def is_neg(self):
@@ -266,6 +274,34 @@ def numba_array(shape, strides, dtype, address, *, pointer=ctypes.c_size_t, owne
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# CuPy's arrays
+
+
+class CupyArray:
+    """Stands for cupy.ndarray: what both roads ask of one. Strides in bytes."""
+
+    def __init__(self, shape, strides, dtype, address):
+        self.shape, self.strides, self.dtype = shape, strides, np.dtype(dtype)
+        self.data = python_types.SimpleNamespace(ptr=address, device_id=device_of(address))
+
+
+cupy_streams = {}
+"""The handle of CuPy's current stream, by device; or an exception, raised when it is asked for."""
+
+
+def _cupy_current_stream(device_id=-1):
+    handle = cupy_streams[CONTEXTS.index(int(control[CONTEXT])) if device_id == -1 else device_id]
+    if isinstance(handle, BaseException):
+        raise handle
+    return python_types.SimpleNamespace(ptr=handle)
+
+
+_cupy = python_types.ModuleType("cupy")
+_cupy.ndarray = CupyArray
+_cupy.cuda = python_types.SimpleNamespace(get_current_stream=_cupy_current_stream)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The process
 
 CONTEXTS = (0x1000, 0x1001)  # of devices 0 and 1
@@ -284,7 +320,7 @@ def install():
         "cuCtxGetCurrent": _current_context,
         "cuPointerGetAttribute": _pointer_attribute,
     }
-    sys.modules["torch"] = _torch
+    sys.modules["torch"], sys.modules["cupy"] = _torch, _cupy
     driver.procedure = lambda name, version=12000: entries[name].address
     driver.device_count = lambda: 2
     driver.initialise = lambda: None
@@ -321,11 +357,12 @@ def reset():
     control[:] = 0
     control[CONTEXT], control[STREAM] = CONTEXTS[0], 0x7000
     control[ERROR], control[ROAD_RESULT] = id(RuntimeError), id(Ellipsis)
+    cupy_streams.update({0: 0x9000, 1: 0x9001})
     records[:] = per_thread[:] = 0
     forget_plans()
     fast_road._state[native.TYPES // 8 : native.DTYPES // 8] = 0
     fast_road.ways.clear()
-    arrays._readers.clear()  # so that the Python road reports the types anew
+    arrays.readers.clear()  # so that the Python road reports the types anew
     arrays.unreported.clear()
     fast_road._write(native.DEVICE_COUNT, 2)
     fast_road._write(native.PYTHON_ROAD, _road.address)
@@ -334,6 +371,7 @@ def reset():
 def forget_plans():
     fast_road._state[native.PLANS // 8 :] = 0
     dispatch._plans.clear()
+    contract._check_facts.cache_clear()  # its cases remember what they launch
 
 
 def python_road():

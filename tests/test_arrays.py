@@ -27,7 +27,7 @@ from support import (
 )
 
 from numba_kvcache import arrays, store_kvcache
-from numba_kvcache.arrays import SIMULATED_DEVICE, ArrayFacts, ArrayView, current_stream, read_array, stream_handle
+from numba_kvcache.arrays import SIMULATED_DEVICE, ArrayView, array_facts, current_stream, read_array, stream_handle
 from numba_kvcache.settings import SIMULATED
 
 # The device that a view says it is on; DLPack names its own.
@@ -102,7 +102,7 @@ reading = pytest.mark.usefixtures("_known_pointers")
 )
 def test_array_interface(entries, strides):
     view = read_array("k", InterfaceArray(0x1000, (4, 128), "<f2", **entries), 0)
-    assert view == ArrayView(0x1000, ArrayFacts((4, 128), strides, "float16", 2, DEVICE, False))
+    assert view == ArrayView(0x1000, array_facts((4, 128), strides, "float16", 2, DEVICE, False))
 
 
 @reading
@@ -148,7 +148,7 @@ def test_array_interface_over_host_memory():
 @pytest.mark.parametrize("offset", [0, 0x800])
 def test_dlpack(old, strides, in_bytes, offset):
     array = DLPackArray(0x1000, (4, 128), strides, offset=offset, old=old)
-    assert read_array("k", array, 0) == ArrayView(0x1000, ArrayFacts((4, 128), in_bytes, "float16", 2, DEVICE, False))
+    assert read_array("k", array, 0) == ArrayView(0x1000, array_facts((4, 128), in_bytes, "float16", 2, DEVICE, False))
 
 
 @pytest.mark.parametrize(("shape", "strides"), [((5,), (8,)), ((), ()), ((2, 3, 4), (96, 32, 8))])
@@ -279,7 +279,7 @@ def test_what_the_simulator_refuses(array):
 def test_simulated_arrays():
     host = np.arange(640, dtype=np.float16).reshape(5, 128)[::-2, 3:7]
     assert read_array("k", host, 0) == ArrayView(
-        host.__array_interface__["data"][0], ArrayFacts((3, 4), (-512, 2), "float16", 2, SIMULATED_DEVICE, False)
+        host.__array_interface__["data"][0], array_facts((3, 4), (-512, 2), "float16", 2, SIMULATED_DEVICE, False)
     )
     host.flags.writeable = False
     assert read_array("k", host, 0).readonly is True

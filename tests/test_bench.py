@@ -504,7 +504,7 @@ def test_the_floor_launches_what_it_is_given(native, monkeypatch):
     def launch(config, function, addresses, extra):
         parameters = [
             int.from_bytes(ctypes.string_at(at, 8), "little", signed=True)
-            for at in (ctypes.c_uint64 * 12).from_address(addresses)
+            for at in (ctypes.c_uint64 * 13).from_address(addresses)
         ]
         calls.append((struct.unpack("3I3II4xQQI4x", ctypes.string_at(config, 56)), function, parameters))
         return 0 if function == 77 else 1
@@ -515,7 +515,7 @@ def test_the_floor_launches_what_it_is_given(native, monkeypatch):
     if not native:
         monkeypatch.setattr(native_loop, "_compiled_loop", refuse)
     procedure = ctypes.cast(launch, ctypes.c_void_p).value
-    arguments = (1, 2, 3, 4, 5, -6, 7, 8, 9, 10, 11, 12)
+    arguments = (1, 2, 3, 4, 5, -6, 7, 8, 9, 10, 11, 12, -13)
     run, how = native_loop.launch_loop(procedure, 77, 3, 128, True, arguments)
     assert how == "machine code" if native else "no native loop: RuntimeError: no compiler" in how
     run(5)

@@ -20,6 +20,7 @@ SPECS = {
     "release first": StoreSpec(plan_store(1024), 64, True, Strategy(release_first=True)),
     "past the L1": StoreSpec(plan_store(1024), 64, True, Strategy(bypass_l1=True)),
     "wide": StoreSpec(plan_store(65536, 0, 1), 64, True),
+    "skipping": StoreSpec(plan_store(1024), 32, True, Strategy(bypass_l1=True), skipping=True),
 }
 
 
@@ -40,6 +41,7 @@ def test_names_of_hand():
     assert SPECS["split 4"].name == "store_kvcache_2048x16_t32_p4_i32_pdl"
     assert SPECS["release first"].name == "store_kvcache_1024x16_t64_p1_i64_pdl_rf"
     assert SPECS["past the L1"].name == "store_kvcache_1024x16_t64_p1_i64_pdl_nl1"
+    assert SPECS["skipping"].name == "store_kvcache_1024x16_t64_p1_i32_pdl_nl1_skip"
     assert SPECS["odd"].name == "store_kvcache_92x4_516x4_t32_p1_i64"
 
 
@@ -56,11 +58,11 @@ def test_no_read_only_loads(compiled):
     assert ".nc" not in ptx
 
 
-def test_parameters_are_the_twelve(compiled):
-    """Five addresses, five strides, batch, size limit: what launch.py and native.py pack."""
+def test_parameters_are_the_thirteen(compiled):
+    """Five addresses, five strides, batch, size limit, skip index: what launch.py and native.py pack."""
     _, ptx = compiled
     parameters = re.findall(r"\.param \.[a-z](\d+) ", ptx[ptx.index(".entry") :].split(")")[0])
-    assert parameters == ["64"] * 10 + ["32", "64"]
+    assert parameters == ["64"] * 10 + ["32", "64", "64"]
 
 
 def test_assert_is_compiled_in(compiled):
@@ -119,6 +121,7 @@ SPEC, CC = SPECS["narrow"], (9, 0)
         StoreSpec(plan_store(128, 0, 0, 8, 16), 64, True), StoreSpec(plan_store(128, 0, 0, 16, 8), 64, True),
         StoreSpec(SPEC.layout, 64, True, Strategy(release_first=True)),
         StoreSpec(SPEC.layout, 64, True, Strategy(bypass_l1=True)),
+        StoreSpec(SPEC.layout, 64, True, skipping=True),
     ],
 )  # fmt: skip
 def test_key_depends_on_the_spec(spec):

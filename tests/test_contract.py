@@ -1,10 +1,14 @@
 """Every check of contract.py on views made by hand: exception type, argument and value in the message, and order."""
 
+import dataclasses
+import itertools
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
-from numba_kvcache.arrays import ArrayFacts, ArrayView
-from numba_kvcache.contract import check_store
+from numba_kvcache.arrays import ArrayView, array_facts
+from numba_kvcache.contract import PlanKey, Rows, as_rows, check_store
 
 BASE = {"k": 0x10000, "v": 0x20000, "k_cache": 0x30000, "v_cache": 0x40000, "indices": 0x50000}
 ITEMSIZE = {
@@ -24,8 +28,16 @@ def view(name, shape, dtype="float16", *, pitch=None, strides=None, address=None
     if strides is None:
         strides = (itemsize,) if len(shape) == 1 else (shape[-1] * itemsize if pitch is None else pitch, itemsize)
         strides = strides if len(shape) in (1, 2) else (itemsize,) * len(shape)
-    facts = ArrayFacts(shape, strides, dtype, itemsize, device, readonly)
+    facts = array_facts(shape, strides, dtype, itemsize, device, readonly)
     return ArrayView(BASE[name] if address is None else address, facts)
+
+
+class Request(NamedTuple):
+    """What check_store returns, with names."""
+
+    batch: int
+    key: PlanKey
+    arguments: tuple[int, ...]
 
 
 def call_views(batch=4, width=128, slots=64):
@@ -36,10 +48,11 @@ def call_views(batch=4, width=128, slots=64):
     }  # fmt: skip
 
 
-def call(batch=4, width=128, slots=64, *, num_split=0, size_limit=0, **views):
+def call(batch=4, width=128, slots=64, *, num_split=0, size_limit=0, skip_index=None, **views):
     """A valid call, but for the views given."""
     arrays = call_views(batch, width, slots)
-    return check_store(**{**arrays, **views}, num_split=num_split, size_limit=size_limit)
+    checked = check_store(**{**arrays, **views}, num_split=num_split, size_limit=size_limit, skip_index=skip_index)
+    return checked and Request(checked[0].batch, checked[0].key, checked[1])
 
 
 def test_valid_call_becomes_the_kernels_arguments():
@@ -48,11 +61,11 @@ def test_valid_call_becomes_the_kernels_arguments():
     assert request.arguments == (
         0x10000, 0x20000, 0x30000, 0x40000, 0x50000,
         256, 256, 256, 256, 8,
-        4, 64,
+        4, 64, 0,
     )  # fmt: skip
     key = request.key
     assert (key.k_row_bytes, key.v_row_bytes, key.k_alignment, key.v_alignment) == (256, 256, 16, 16)
-    assert (key.num_split, key.index_bits, key.device) == (0, 64, 0)
+    assert (key.num_split, key.index_bits, key.device, key.skipping) == (0, 64, 0, False)
 
 
 def test_int32_indices_and_their_stride():
@@ -61,10 +74,23 @@ def test_int32_indices_and_their_stride():
     assert request.arguments[9] == 12
 
 
-@pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache"])
-@pytest.mark.parametrize("shape", [(128,), (4, 1, 128), ()])
-def test_rows_have_two_dimensions(name, shape):
-    with pytest.raises(ValueError, match=rf"{name} must have 2 dimensions.*\({', '.join(map(str, shape))}"):
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("shape", [(128,), (2, 2, 1, 128), ()])
+def test_sources_have_two_or_three_dimensions(name, shape):
+    with pytest.raises(
+        ValueError, match=rf"{name} must have 2 dimensions .* or 3 .*\({', '.join(map(str, shape))}.*; view all tokens"
+    ):
+        call(**{name: view(name, shape, strides=(2,) * len(shape))})
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("shape", [(128,), (2, 2, 16, 128), ()])
+def test_caches_have_a_dimension_for_slots_or_two_for_pages(name, shape):
+    with pytest.raises(
+        ValueError,
+        match=rf"{name} must have 2 dimensions \(slots, \*row\) or 3 .* row \(128,\) of {name[0]}, "
+        rf"got shape \({', '.join(map(str, shape))}",
+    ):
         call(**{name: view(name, shape, strides=(2,) * len(shape))})
 
 
@@ -92,7 +118,11 @@ def test_row_counts_must_agree(name, views, numbers):
 
 @pytest.mark.parametrize(("name", "cache"), [("k", "k_cache"), ("v", "v_cache")])
 def test_widths_must_agree(name, cache):
-    with pytest.raises(ValueError, match=rf"{name} and {cache} must have one row width, got 128 and 256"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{name} and {cache} must have one row shape, got \(128,\) in {name} \(4, 128\) and \(256,\) "
+        rf"in {cache} \(64, 256\)",
+    ):
         call(**{cache: view(cache, (64, 256))})
 
 
@@ -134,6 +164,210 @@ def test_rows_are_whole_words(dtype, width, row_bytes):
 def test_width_zero(batch):
     with pytest.raises(ValueError, match="rows of k must hold at least 4 bytes, got 0"):
         call(batch, width=0)
+
+
+# Heads and pages. Strides in bytes, of 2-byte elements, worked out by hand.
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "row_dimensions", "count", "row_bytes", "dense", "stride"),
+    [
+        # One token after another.
+        ((5, 128), (256, 2), 1, 5, 256, True, 256),
+        ((5, 128), (1280, 2), 1, 5, 256, True, 1280),
+        ((5, 128), (-256, 2), 1, 5, 256, True, -256),
+        ((5, 128), (0, 2), 1, 5, 256, True, 0),
+        ((1, 128), (77, 2), 1, 1, 256, True, 0),
+        ((5, 1), (7, 99), 1, 5, 2, True, 7),
+        ((5, 128), (256, 4), 1, 5, 256, False, 256),
+        ((5, 128), (256, 0), 1, 5, 256, False, 256),
+        # Heads.
+        ((5, 8, 16), (256, 32, 2), 2, 5, 256, True, 256),
+        ((5, 8, 16), (768, 32, 2), 2, 5, 256, True, 768),
+        ((5, 8, 16), (512, 64, 2), 2, 5, 256, False, 512),
+        ((5, 8, 16), (32, 160, 2), 2, 5, 256, False, 32),  # heads outermost
+        ((5, 8, 16), (256, 2, 16), 2, 5, 256, False, 256),  # transposed rows
+        ((5, 1, 16), (32, -1, 2), 2, 5, 32, True, 32),
+        ((5, 8, 1), (16, 2, 99), 2, 5, 16, True, 16),
+        ((5, 8, 1), (16, 4, 2), 2, 5, 16, False, 16),
+        ((5, 1, 1), (4, 7, 9), 2, 5, 2, True, 4),
+        ((1, 8, 16), (3, 32, 2), 2, 1, 256, True, 0),
+        # Pages.
+        ((3, 4, 128), (1024, 256, 2), 1, 12, 256, True, 256),
+        ((3, 4, 128), (2048, 512, 2), 1, 12, 256, True, 512),
+        ((3, 4, 128), (-1024, -256, 2), 1, 12, 256, True, -256),
+        ((3, 4, 128), (2048, 256, 2), 1, 12, 256, True, None),  # V's pages between
+        ((3, 4, 128), (-1024, 256, 2), 1, 12, 256, True, None),
+        ((3, 4, 128), (256, 768, 2), 1, 12, 256, True, None),  # pages innermost
+        ((1, 4, 128), (-7, 256, 2), 1, 4, 256, True, 256),
+        ((3, 1, 128), (1024, -7, 2), 1, 3, 256, True, 1024),
+        ((1, 1, 128), (-7, -9, 2), 1, 1, 256, True, 0),
+        ((3, 4, 8, 16), (1024, 256, 32, 2), 2, 12, 256, True, 256),
+        ((3, 4, 8, 16), (2048, 256, 32, 2), 2, 12, 256, True, None),
+        ((3, 4, 8, 16), (1024, 32, 128, 2), 2, 12, 256, False, None),  # heads before slots
+        # Nothing.
+        ((0, 4, 128), (5, 7, 2), 1, 0, 256, True, 0),
+        ((3, 0, 128), (5, 7, 2), 1, 0, 256, True, 0),
+        ((3, 4, 0), (5, 7, 9), 1, 12, 0, True, None),
+        ((5, 0, 16), (8, 3, 3), 2, 5, 0, True, 8),
+    ],
+)  # fmt: skip
+def test_an_array_as_rows(shape, strides, row_dimensions, count, row_bytes, dense, stride):
+    facts = array_facts(shape, strides, "float16", 2, 0, False)
+    assert as_rows(facts, row_dimensions) == Rows(count, row_bytes, dense, stride)
+
+
+def test_rows_are_where_the_elements_are():
+    """Against NumPy's own addresses: each row's elements, one after another from count and stride alone."""
+    rng = np.random.default_rng(1)
+    served = 0
+    for _ in range(3000):
+        row_dimensions, shape = int(rng.integers(1, 3)), tuple(rng.integers(1, 4, rng.integers(2, 5)).tolist())
+        if len(shape) not in (row_dimensions + 1, row_dimensions + 2):
+            continue
+        dense = np.zeros(shape, np.int16).strides
+        scale = rng.choice((1, 1, 1, 2, -1), len(shape))
+        strides = tuple(int(s * f) for s, f in zip(dense, scale, strict=True))
+        rows = as_rows(array_facts(shape, strides, "int16", 2, 0, False), row_dimensions)
+        at = [sum(i * s for i, s in zip(index, strides, strict=True)) for index in np.ndindex(shape)]
+        elements = rows.row_bytes // 2
+        steps = [at[i] - at[i - 1] for i in range(1, len(at)) if i % elements]
+        assert rows.dense is (set(steps) <= {2})
+        starts = at[::elements]
+        gaps = {b - a for a, b in itertools.pairwise(starts)}
+        assert rows.count == len(starts)
+        assert rows.stride == (None if len(gaps) > 1 else gaps.pop() if gaps else 0)
+        served += rows.dense and rows.stride is not None
+    assert served > 500
+
+
+def shaped(*, size_limit=0, **changes):
+    """A call with heads and pages; `changes` are shapes of dense arrays, or views."""
+    shapes = {"k": (4, 8, 16), "k_cache": (16, 4, 8, 16), "v": (4, 2, 64), "v_cache": (64, 2, 64), **changes}
+    views = {
+        name: shape if isinstance(shape, ArrayView) else view(name, shape, strides=np.zeros(shape, np.int16).strides)
+        for name, shape in shapes.items()
+    }
+    return call(**views, size_limit=size_limit)
+
+
+def test_heads_and_pages_become_the_same_arguments_as_rows():
+    assert shaped() == call()
+    assert shaped(k=(4, 128), k_cache=(16, 4, 128), v=(4, 4, 32), v_cache=(1, 64, 4, 32)) == call()
+
+
+def test_slots_are_counted_across_pages():
+    assert shaped(v_cache=(3, 20, 2, 64)).arguments[11] == 60
+    assert shaped(size_limit=64).arguments[11] == 64
+    with pytest.raises(ValueError, match="got 61 with 64 rows in k_cache and 60 in v_cache"):
+        shaped(v_cache=(3, 20, 2, 64), size_limit=61)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        # Equal elements are not equal shapes: which of them are heads must be said.
+        ({"k": (4, 128)}, r"k_cache must have 2 dimensions .* or 3 .* row \(128,\) of k, got shape \(16, 4, 8, 16\)"),
+        ({"k": (4, 128), "k_cache": (64, 8, 16)}, r"got \(128,\) in k \(4, 128\) and \(16,\) in k_cache \(64, 8, 16\)"),
+        ({"k_cache": (64, 128)}, r"k_cache must have 3 dimensions .* or 4 .* row \(8, 16\) of k, got .* \(64, 128\)"),
+        ({"k_cache": (16, 4, 128)}, r"got \(8, 16\) in k \(4, 8, 16\) and \(4, 128\) in k_cache \(16, 4, 128\)"),
+        ({"k_cache": (16, 4, 16, 8)}, r"got \(8, 16\) in k .* and \(16, 8\) in k_cache"),
+        ({"v_cache": (64, 1, 64)}, r"got \(2, 64\) in v .* and \(1, 64\) in v_cache"),
+        ({"v_cache": (2, 2, 16, 2, 64)}, r"v_cache must have 3 dimensions .* got shape \(2, 2, 16, 2, 64\)"),
+    ],
+)  # fmt: skip
+def test_row_shapes_must_agree(shapes, message):
+    with pytest.raises(ValueError, match=f"{message}.* view [kv] or [kv]_cache like the other"):
+        shaped(**shapes)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "strides"),
+    [
+        ("k", (4, 8, 16), (512, 64, 2)), ("k", (4, 8, 16), (32, 128, 2)), ("v", (4, 2, 64), (256, 2, 4)),
+        ("k_cache", (16, 4, 8, 16), (2048, 512, 64, 2)), ("k_cache", (16, 4, 8, 16), (1024, 32, 128, 2)),
+        ("v_cache", (64, 2, 64), (256, 128, 4)),
+    ],
+)  # fmt: skip
+def test_rows_of_heads_are_dense(name, shape, strides):
+    given = ", ".join(map(str, strides))
+    with pytest.raises(ValueError, match=rf"{name} must have dense rows .* got strides \({given}\) bytes with shape"):
+        shaped(**{name: view(name, shape, strides=strides)})
+
+
+@pytest.mark.parametrize("strides", [(2048, 256, 32, 2), (-1024, 256, 32, 2), (0, 256, 32, 2), (256, 4096, 32, 2)])
+def test_pages_have_one_stride(strides):
+    with pytest.raises(
+        ValueError,
+        match=r"k_cache must have one stride for the slots of all pages .* got strides .* with shape \(16, 4, 8, 16\); "
+        r".* whole pool as \(slots, \*row\)",
+    ):
+        shaped(k_cache=view("k_cache", (16, 4, 8, 16), strides=strides))
+
+
+def test_pages_with_gaps_between_their_slots():
+    request = shaped(k_cache=view("k_cache", (16, 4, 8, 16), strides=(4 * 272, 272, 32, 2)))
+    assert request.arguments[7] == 272
+    request = shaped(k_cache=view("k_cache", (16, 4, 8, 16), strides=(-1024, -256, 32, 2)))
+    assert request.arguments[7] == -256
+
+
+def test_slots_of_pages_must_not_overlap():
+    with pytest.raises(ValueError, match="rows of k_cache must not overlap, got 256 bytes per row 128 bytes apart"):
+        shaped(k_cache=view("k_cache", (16, 4, 8, 16), strides=(512, 128, 32, 2)))
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8, 16), (16, 0, 8, 16), (0, 8, 16)])
+def test_no_page_is_no_slot(shape):
+    with pytest.raises(ValueError, match="k_cache has 0 rows, but the batch has 4"):
+        shaped(k_cache=shape)
+
+
+@pytest.mark.parametrize(("k", "k_cache"), [((4, 0, 16), (64, 0, 16)), ((4, 8, 0), (16, 4, 8, 0))])
+def test_heads_of_width_zero(k, k_cache):
+    with pytest.raises(ValueError, match="rows of k must hold at least 4 bytes, got 0"):
+        shaped(k=k, k_cache=k_cache)
+
+
+def test_empty_batch_of_heads_never_looks_at_strides():
+    odd = {
+        "k": view("k", (0, 8, 16), address=0, strides=(1, 2, 3)),
+        "k_cache": view("k_cache", (16, 4, 8, 16), address=2, strides=(9, 7, 5, 3)),
+        "v": view("v", (0, 2, 64), address=0),
+        "indices": view("indices", (0,), "int64", address=3, strides=(5,)),
+    }
+    assert shaped(**odd) is None
+
+
+# Rows left out.
+
+
+def test_skip_index_is_a_word_of_the_launch_and_its_being_there_of_the_key():
+    plain = call()
+    for skip_index in (-1, 0, 5, 63, 64, 2**63 - 1, -(2**63)):
+        request = call(skip_index=skip_index)
+        assert request.arguments == (*plain.arguments[:12], skip_index)
+        assert request.key == plain.key._replace(skipping=True)
+    assert call(skip_index=None) == plain
+
+
+@pytest.mark.parametrize("value", [True, False, np.True_, 1.0, "1", [1]])
+def test_skip_index_is_an_integer(value):
+    with pytest.raises(TypeError, match="skip_index must be an integer, got "):
+        call(skip_index=value)
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 2**70])
+@pytest.mark.parametrize("batch", [0, 4])
+def test_skip_index_has_64_bits(value, batch):
+    with pytest.raises(ValueError, match=f"skip_index must be within int64, as indices are, got {value}; None skips"):
+        call(batch, skip_index=value)
+
+
+def test_numpy_integers_skip_as_plain_ones():
+    request = call(skip_index=np.int32(-1))
+    assert request == call(skip_index=-1)
+    assert type(request.arguments[12]) is int
 
 
 # Splits and limits.
@@ -383,6 +617,6 @@ def test_arrays_without_memory_are_refused(name, address):
 
 def test_equal_names_of_other_sizes_are_other_types():
     valid = call_views()
-    wide = valid["k"]._replace(facts=valid["k"].facts._replace(itemsize=4, strides=(512, 4)))
+    wide = valid["k"]._replace(facts=dataclasses.replace(valid["k"].facts, itemsize=4, strides=(512, 4)))
     with pytest.raises(TypeError, match="k and k_cache must have one dtype"):
         call(k=wide)

@@ -12,7 +12,7 @@ from numba import cuda
 from support import ON_GPU, SIMULATED, needs_gpu
 
 from numba_kvcache import compiler, driver, kernel
-from numba_kvcache.launch import launch
+from numba_kvcache.launch import Launch, launch
 from numba_kvcache.layout import PLAIN, RowLayout, Strategy, plan_store
 
 if not SIMULATED:
@@ -49,7 +49,7 @@ def make_producer():
     _, store_word = row_access(RowLayout(4, 4, 1, 1), 1, bypass_l1=False)
     load_epoch = index_access(32)
 
-    def producer(k, v, epoch, unused, indices, a, b, c, d, e, batch, link):
+    def producer(k, v, epoch, unused, indices, a, b, c, d, e, batch, link, skip_index):
         release_dependents()
         wait_primary()
         at = u32(u32(cuda.blockIdx.x) * u32(WORDS) + u32(cuda.threadIdx.x))
@@ -65,7 +65,7 @@ def make_reader(waits):
     load_word, store_word = row_access(RowLayout(4, 4, 1, 1), 1, bypass_l1=False)
     load_index = index_access(64)
 
-    def reader(k_out, v_out, k_cache, v_cache, indices, a, b, c, d, e, batch, link):
+    def reader(k_out, v_out, k_cache, v_cache, indices, a, b, c, d, e, batch, link, skip_index):
         release_dependents()
         if waits:
             wait_primary()
@@ -122,10 +122,12 @@ def stale_words(batch, strategy, sleeps, waits, monkeypatch):
     driver.check(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
     for link in range(LINKS):
         outs = [out + link * batch * stride for out in address[6:]]
-        launch(producer, batch, WORDS, int(stream), True, (*address[:2], address[5], 0, 0, *none, batch, link))
-        arguments = (*address[:5], stride, stride, stride, stride, 8, batch, SLOTS)
-        launch(store, layout.grid(batch), layout.block, int(stream), True, arguments)
-        launch(reader, batch, WORDS, int(stream), True, (*outs, *address[2:5], *none, batch, link))
+        launch(
+            Launch(producer, batch, WORDS, True), int(stream), (*address[:2], address[5], 0, 0, *none, batch, link, 0)
+        )
+        arguments = (*address[:5], stride, stride, stride, stride, 8, batch, SLOTS, 0)
+        launch(Launch(store, layout.grid(batch), layout.block, True), int(stream), arguments)
+        launch(Launch(reader, batch, WORDS, True), int(stream), (*outs, *address[2:5], *none, batch, link, 0))
     graph = driver.check(cu.cuGraphInstantiate(driver.check(cu.cuStreamEndCapture(stream)), 0))
     link_rows = np.arange(LINKS, dtype=np.uint32)[:, None, None] * 1_000_000
     expected = link_rows + np.arange(batch * WORDS, dtype=np.uint32).reshape(batch, WORDS)

@@ -72,7 +72,38 @@ def test_index_shapes(scene, shape):
 @needs_kernels
 def test_cache_of_another_width(scene):
     wide = Rows(64, 256, seed=9, dtype="float16")
-    scene.refuse(ValueError, "k and k_cache must have one row width, got 64 and 128", k_cache=wide.array)
+    scene.refuse(ValueError, r"k and k_cache must have one row shape, got \(64,\) .* \(128,\)", k_cache=wide.array)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_heads_on_one_side_only(scene, name):
+    rows = scene.rows[name]
+    heads = rows.memory.array(rows.start, (64, 4, 16), (128, 32, 2), np.dtype("float16"))
+    scene.refuse(ValueError, rf"{name} \(64, 4, 16\).* view {name[0]} or {name} like the other", **{name: heads})
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["k", "k_cache"])
+def test_heads_with_gaps(scene, name):
+    memory = Memory(64 * 256, seed=9)
+    shapes = {"k": (8, 4, 16), "k_cache": (64, 4, 16)}
+    arrays = {
+        name: rows.memory.array(rows.start, shapes[name], (128, 32, 2), np.dtype("float16"))
+        for name, rows in scene.rows.items()
+        if name in shapes
+    }
+    arrays[name] = memory.array(0, shapes[name], (256, 64, 2), np.dtype("float16"))
+    scene.refuse(ValueError, f"{name} must have dense rows", **arrays)
+    memory.check()
+
+
+@needs_kernels
+def test_interleaved_pages(scene):
+    pool = Memory(16 * 2 * 4 * 128, seed=9)
+    pages = pool.array(0, (16, 4, 64), (1024, 128, 2), np.dtype("float16"))
+    scene.refuse(ValueError, "k_cache must have one stride for the slots of all pages", k_cache=pages)
+    pool.check()
 
 
 @needs_kernels
@@ -161,6 +192,8 @@ def test_masked_array(scene, name):
 @pytest.mark.parametrize(("options", "error"), [
     ({"num_split": 3}, ValueError), ({"num_split": 2}, ValueError), ({"num_split": True}, TypeError),
     ({"num_split": None}, TypeError), ({"num_split": 1.0}, TypeError), ({"size_limit": "8"}, TypeError),
+    ({"skip_index": True}, TypeError), ({"skip_index": 1.0}, TypeError), ({"skip_index": 2**63}, ValueError),
+    ({"skip_index": -(2**63) - 1}, ValueError),
     ({"stream": "0"}, TypeError), ({"stream": -1}, ValueError), ({"stream": True}, TypeError),
 ])  # fmt: skip
 def test_options(scene, options, error):

@@ -80,9 +80,12 @@ class Side:
     def renew(self):
         self.memory.copy_to_device(self.pristine)
 
-    def expected(self, slots):
+    def expected(self, slots, skip_index=None):
         after = self.before.copy()
-        after[GUARD:-GUARD].reshape(self.shape[0], self.row_bytes)[slots] = self.source_host
+        rows = after[GUARD:-GUARD].reshape(self.shape[0], self.row_bytes)
+        for i, slot in enumerate(slots):
+            if slot != skip_index:
+                rows[slot] = self.source_host[i]
         return after
 
 
@@ -102,6 +105,34 @@ def test_grid(row_bytes):
                 now = [side.memory.copy_to_host() for side in (k, v)]
                 if not all(map(np.array_equal, now, expected)):
                     wrong.append((batch, index_dtype.__name__, split))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
+@pytest.mark.parametrize("skipped", ["none", "some", "all"])
+@pytest.mark.parametrize("in_cache", [False, True], ids=["-1", "a slot"])
+def test_rows_left_out(in_cache, skipped, index_dtype):
+    """Every strategy's batches and some layouts: half of the rows at random places, or all, name the index to skip."""
+    wrong = []
+    for row_bytes in (4, 92, 128, 1024, 2052, 8192):
+        for batch in (1, 3, 128, 1000, 16384):
+            if batch * row_bytes > 2**25:
+                continue
+            rng = np.random.default_rng(batch + row_bytes)
+            skip_index = batch + 20 if in_cache else -1
+            slots = rng.permutation(batch)
+            if skipped != "none":
+                slots[rng.random(batch) < (2 if skipped == "all" else 0.5)] = skip_index
+            k, v = (Side(batch, batch + 37, row_bytes, seed) for seed in (10, 20))
+            expected = [side.expected(slots, skip_index) for side in (k, v)]
+            indices = cuda.to_device(slots.astype(index_dtype))
+            for split in [split for split, multiple in SPLIT_MULTIPLE.items() if row_bytes % multiple == 0]:
+                k.renew()
+                v.renew()
+                store_kvcache(k.source, v.source, k.cache, v.cache, indices, split, skip_index=skip_index)
+                now = [side.memory.copy_to_host() for side in (k, v)]
+                if not all(map(np.array_equal, now, expected)):
+                    wrong.append((row_bytes, batch, split))
     assert wrong == []
 
 
@@ -189,14 +220,15 @@ import os, sys
 import numpy as np
 from numba import cuda
 from numba_kvcache import store_kvcache
-slots, limit, dtype, v_rows = {slots}, {limit}, {dtype!r}, {v_rows}
+slots, limit, dtype, v_rows, skip_index = {slots}, {limit}, {dtype!r}, {v_rows}, {skip_index}
 rng = np.random.default_rng(3)
 k, v = (rng.integers(0, 2**32, (len(slots), 32), np.uint32) for _ in range(2))
 caches = [cuda.mapped_array((rows, 32), np.uint32) for rows in (64, v_rows)]
 for cache in caches:
     cache[:] = rng.integers(0, 2**32, cache.shape, np.uint32)
 before = [np.array(cache) for cache in caches]
-store_kvcache(cuda.to_device(k), cuda.to_device(v), *caches, cuda.to_device(np.array(slots, dtype)), size_limit=limit)
+indices = cuda.to_device(np.array(slots, dtype))
+store_kvcache(cuda.to_device(k), cuda.to_device(v), *caches, indices, size_limit=limit, skip_index=skip_index)
 try:
     cuda.synchronize()
 except Exception as error:
@@ -222,15 +254,16 @@ ASSERT_LINE = re.compile(
 
 
 @pytest.mark.parametrize(
-    ("slots", "limit", "dtype", "v_rows"),
+    ("slots", "limit", "dtype", "v_rows", "skip_index"),
     [
-        ([2, -1, 5], 64, "int64", 64), ([2, -1, 5], 64, "int32", 64), ([40], 40, "int64", 64), ([64], 64, "int64", 64),
-        ([-(2**31)], 64, "int32", 64), ([2**31 - 1], 64, "int32", 64), ([2**32 + 1], 64, "int64", 64),
-        ([-(2**63)], 64, "int64", 64), ([40], 32, "int64", 32),
+        ([2, -1, 5], 64, "int64", 64, None), ([2, -1, 5], 64, "int32", 64, None), ([40], 40, "int64", 64, None),
+        ([64], 64, "int64", 64, None), ([-(2**31)], 64, "int32", 64, None), ([2**31 - 1], 64, "int32", 64, None),
+        ([2**32 + 1], 64, "int64", 64, None), ([-(2**63)], 64, "int64", 64, None), ([40], 32, "int64", 32, None),
+        ([2, -2, 5], 64, "int64", 64, -1), ([2, -1, 5], 64, "int32", 64, 2**32 - 1), ([64], 64, "int64", 64, 3),
     ],
 )  # fmt: skip
-def test_trap(slots, limit, dtype, v_rows):
-    result = run_python(TRAP.format(slots=slots, limit=limit, dtype=dtype, v_rows=v_rows))
+def test_trap(slots, limit, dtype, v_rows, skip_index):
+    result = run_python(TRAP.format(slots=slots, limit=limit, dtype=dtype, v_rows=v_rows, skip_index=skip_index))
     output = result.stdout + result.stderr
     assert result.returncode == 0, output
     assert re.search(r"^error .*710", result.stdout, re.MULTILINE), output
@@ -238,9 +271,10 @@ def test_trap(slots, limit, dtype, v_rows):
     assert result.stdout.endswith("intact\n"), output
 
 
-def test_no_trap_under_the_limit():
-    """The control: same script, legal slots."""
-    result = run_python(TRAP.format(slots=[0, 39], limit=40, dtype="int64", v_rows=64))
+@pytest.mark.parametrize(("slots", "skip_index"), [([0, 39], None), ([0, -1, 39, -1], -1), ([64, 0], 64)])
+def test_no_trap_under_the_limit(slots, skip_index):
+    """The control: same script, legal slots and such as are skipped."""
+    result = run_python(TRAP.format(slots=slots, limit=40, dtype="int64", v_rows=64, skip_index=skip_index))
     assert result.stdout == "no error\nintact\n", result.stdout + result.stderr
     assert result.stderr == ""
 
@@ -465,11 +499,11 @@ def stale_results(chain, strategy, repeats, microseconds):
     linked = compiler.link_cubin(compiler.compile_ptx(spec, capability), capability)
     handle = driver.load_kernel(linked.cubin, spec.name)
     addresses = [array.device_ctypes_pointer.value for array in chain.arguments()]
-    arguments = (*addresses, 1024, 1024, 1024, 1024, 4, 3, 16)
+    arguments = (*addresses, 1024, 1024, 1024, 1024, 4, 3, 16, 0)
     stale = 0
     for i in range(repeats):
         chain.fill(early_fill, 1000 * (i + 1), 0, microseconds)
-        launch.launch(handle, spec.layout.grid(3), spec.layout.block, 0, True, arguments)
+        launch.launch(launch.Launch(handle, spec.layout.grid(3), spec.layout.block, True), 0, arguments)
         stale += not np.array_equal(chain.results(0), chain.expected(1000 * (i + 1)))
     return stale
 
@@ -538,6 +572,30 @@ def test_capture_and_replay(row_bytes, monkeypatch):
         with captured(stream) as graph:
             store_kvcache(*(r.array for r in rows), indices, stream=stream)
         replay_and_check(graph, stream, rows, slots)
+
+
+@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
+def test_padding_of_a_graph(index_dtype):
+    """One graph of 8 rows, replayed for batches of other sizes: what is not needed names the index to skip."""
+    rows = make_rows(8, 11, 1024)
+    indices = cuda.to_device(np.zeros(8, index_dtype))
+    warmup(1024, index_dtype=index_dtype, skipping=True)
+    cuda.synchronize()
+    with non_blocking_stream() as stream:
+        with captured(stream) as graph:
+            store_kvcache(*(r.array for r in rows), indices, stream=stream, skip_index=-1)
+        batches = ([9, 0, 4, 7, 2, -1, -1, -1], [-1] * 8, [-1, 3, -1, 10, -1, -1, 1, 5], [7, 6, 5, 4, 3, 2, 1, 0])
+        for replay, slots in enumerate(batches):
+            indices.copy_to_device(np.array(slots, index_dtype))
+            for number, (source, cache) in enumerate(zip(rows[:2], rows[2:], strict=True)):
+                source.memory.expected[:] = random_bytes(source.memory.expected.size, 2 * replay + number)
+                source.memory.memory.copy_to_device(source.memory.expected)
+                expect_store(source, cache, slots, -1)
+            cuda.synchronize()
+            driver.check(cu.cuGraphLaunch(graph[0], stream))
+            driver.check(cu.cuStreamSynchronize(stream))
+            for cache in rows[2:]:
+                cache.memory.check()
 
 
 def test_the_very_first_call_is_captured():
@@ -686,6 +744,78 @@ def test_projection_slices_allocate_nothing():
     assert torch.equal(qkv, before)
     with pytest.raises(ValueError, match="k must have dense rows"):
         store_kvcache(torch.zeros(128, 5, dtype=torch.float16, device="cuda").T, v, *caches, slots)
+
+
+# (heads of K, elements of a head of K, heads of V, elements of a head of V)
+MODELS = {
+    "Llama 3 8B": (8, 128, 8, 128),
+    "Llama 3 70B on 8 GPUs": (1, 128, 1, 128),
+    "Phi-3 mini": (32, 96, 32, 96),
+    "Gemma 2 9B": (8, 256, 8, 256),
+    "heads of two widths": (16, 192, 16, 128),
+}
+
+
+@pytest.mark.parametrize("skip_index", [None, -1])
+@pytest.mark.parametrize("page_size", [None, 1, 16])
+@pytest.mark.parametrize("model", MODELS)
+def test_heads_and_pages_of_models(model, page_size, skip_index):
+    """k and v as slices of one projection, heads and all; slots counted by hand."""
+    torch = optional("torch")
+    k_heads, k_size, v_heads, v_size = MODELS[model]
+    batch, slots = 37, 112
+    widths = [k_heads * k_size, k_heads * k_size, v_heads * v_size]
+    qkv = torch_rows(torch, batch, sum(widths), "bfloat16", 1)
+    _, k, v = qkv.split(widths, dim=1)
+    pools = [torch_rows(torch, slots, width, "bfloat16", seed) for seed, width in ((2, widths[1]), (3, widths[2]))]
+    expected = [pool.clone().view(torch.int16) for pool in pools]
+    where = np.random.default_rng(4).permutation(slots)[:batch]
+    if skip_index is not None:
+        where[::5] = skip_index
+    for source, right in zip((k, v), expected, strict=True):
+        for row, slot in enumerate(where.tolist()):
+            if slot != skip_index:
+                right[slot] = source[row].view(torch.int16)
+    leading = (slots,) if page_size is None else (slots // page_size, page_size)
+    k, v = k.view(batch, k_heads, k_size), v.view(batch, v_heads, v_size)
+    caches = [pools[0].view(*leading, k_heads, k_size), pools[1].view(*leading, v_heads, v_size)]
+    torch.cuda.synchronize()
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
+    indices = torch.from_numpy(where).cuda()
+    more = torch.cuda.memory_stats()["allocation.all.allocated"]
+    store_kvcache(k, v, *caches, indices, skip_index=skip_index)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == more > allocations
+    for pool, right in zip(pools, expected, strict=True):
+        assert torch.equal(pool.view(torch.int16), right)
+
+
+def test_heads_and_pages_that_are_refused():
+    """Strided heads, heads before slots, K's and V's pages in turn: nothing is written."""
+    torch = optional("torch")
+    k, v = (torch_rows(torch, 4, 8 * 64, "float16", seed).view(4, 8, 64) for seed in (1, 2))
+    pool = torch_rows(torch, 6 * 2 * 16, 8 * 64, "float16", 3).view(6, 2, 16, 8, 64)
+    before, slots = pool.clone().view(torch.int16), torch.tensor([5, 0, 2, 95], device="cuda")
+    k_cache, v_cache = pool[:, 0], pool[:, 1]
+    plain = torch.zeros(96, 8, 64, dtype=torch.float16, device="cuda")
+    with pytest.raises(ValueError, match=r"k_cache must have one stride for the slots of all pages.*whole pool"):
+        store_kvcache(k, v, k_cache, v_cache, slots)
+    with pytest.raises(ValueError, match="k must have dense rows"):
+        store_kvcache(torch.cat((k, k), 2)[:, :, :64], v, plain, plain.clone(), slots)
+    heads_first = pool.view(12, 8, 16, 64).transpose(1, 2)
+    with pytest.raises(ValueError, match="v_cache must have dense rows"):
+        store_kvcache(k, v, plain, heads_first, slots)
+    with pytest.raises(ValueError, match="view k or k_cache like the other"):
+        store_kvcache(k.flatten(1), v, plain, plain.clone(), slots)
+    torch.cuda.synchronize()
+    assert torch.equal(pool.view(torch.int16), before)
+    assert not plain.any()
+    # What the message says to do: slots of the whole pool, where V's are a page further.
+    flat = pool.view(-1, 8, 64)
+    store_kvcache(k, v, flat[:-16], flat[16:], slots // 16 * 32 + slots % 16)
+    for i, slot in enumerate((5, 0, 2, 95)):
+        before[slot // 16, 0, slot % 16] = k[i].view(torch.int16)
+        before[slot // 16, 1, slot % 16] = v[i].view(torch.int16)
+    assert torch.equal(pool.view(torch.int16), before)
 
 
 def test_layer_of_a_pool():

@@ -160,20 +160,38 @@ def test_can_use(row_bytes, v_row_bytes, split, answer):
     assert can_use_store_kvcache(row_bytes, v_row_bytes, split) is answer
 
 
-# Which kernel serves which batch. By hand: grids of at most half the SMs release first, 1 to 16 MiB of reads pass the
-# L1 by.
+@pytest.mark.parametrize(
+    ("row_bytes", "alignment", "threads", "loops", "parts"),
+    [
+        (2048, 16, 128, 1, 1),
+        (4096, 16, 128, 1, 2),
+        (8192, 16, 128, 1, 4),
+        (65536, 16, 128, 1, 32),
+        (2048, 8, 128, 2, 1),
+        (4096, 4, 128, 4, 2),
+        (516, 16, 65, 2, 1),  # 129 words: two rounds of 65 threads, not 128 and one
+        (2064, 16, 65, 1, 2),  # 129 vectors of 16 bytes: two parts of 65
+    ],
+)
+def test_wide_rows_by_hand(row_bytes, alignment, threads, loops, parts):
+    layout = plan_store(row_bytes, 0, 0, alignment, alignment)
+    assert (layout.threads, layout.k.loops, layout.parts) == (threads, loops, parts)
+
+
+# Which kernel serves which batch. By hand: grids of at most half the SMs release first, 0.5 to 16 MiB of reads pass
+# the L1 by.
 FIRST, PAST_L1, LARGEST = Strategy(release_first=True), Strategy(bypass_l1=True), 2**31 - 1
 
 
 @pytest.mark.parametrize(
     ("row_bytes", "split", "sm_count", "early_launch", "bands"),
     [
-        # 2 KiB of reads a row: 512 to 8,192 rows. 64 threads a row, two rows a block, so 66 blocks are 132 rows.
-        (1024, 0, 132, True, ((132, FIRST), (511, PLAIN), (8192, PAST_L1), (LARGEST, PLAIN))),
-        (1024, 0, 132, False, ((511, PLAIN), (8192, PAST_L1), (LARGEST, PLAIN))),
+        # 2 KiB of reads a row: 256 to 8,192 rows. 64 threads a row, two rows a block, so 66 blocks are 132 rows.
+        (1024, 0, 132, True, ((132, FIRST), (255, PLAIN), (8192, PAST_L1), (LARGEST, PLAIN))),
+        (1024, 0, 132, False, ((255, PLAIN), (8192, PAST_L1), (LARGEST, PLAIN))),
         # Four warps a row: one row a block.
-        (1024, 1, 132, True, ((264, FIRST), (511, PLAIN), (8192, PAST_L1), (LARGEST, PLAIN))),
-        (2048, 4, 132, True, ((66, FIRST), (255, PLAIN), (4096, PAST_L1), (LARGEST, PLAIN))),
+        (1024, 1, 132, True, ((264, FIRST), (8192, PAST_L1), (LARGEST, PLAIN))),
+        (2048, 4, 132, True, ((66, FIRST), (127, PLAIN), (4096, PAST_L1), (LARGEST, PLAIN))),
         # Half a MiB of K and as much of V: every batch reads 1 MiB or more, 16 rows are 16 MiB.
         (524288, 1, 2, True, ((4, FIRST), (16, PAST_L1), (LARGEST, PLAIN))),
         (524288, 1, 132, True, ((264, FIRST), (LARGEST, PLAIN))),

@@ -5,6 +5,7 @@ declared test dependency, so a machine without it fails here rather than skippin
 """
 
 import functools
+import re
 from collections import Counter
 from typing import NamedTuple
 
@@ -34,12 +35,14 @@ class Case(NamedTuple):
     steps: int = 1
     index_bits: int = 64
     strategy: Strategy = PLAIN
+    skipping: bool = False
 
     def __str__(self) -> str:
         rows = f"{self.row_bytes}" + (f"+{self.v_row_bytes}" if self.v_row_bytes else "")
         how = ("-release_first" if self.strategy.release_first else "") + (
             "-past_l1" if self.strategy.bypass_l1 else ""
         )
+        how += "-skip" if self.skipping else ""
         return f"{rows}-split{self.num_split}-align{self.alignment}-i{self.index_bits}{how}"
 
 
@@ -92,6 +95,19 @@ CASES = (
     Case(92, 0, {4: 2}, strategy=RELEASE_FIRST),
     Case(1024, 0, {16: 2}, strategy=RELEASE_FIRST),
     Case(65536, 1, {16: 8}, steps=32, strategy=RELEASE_FIRST),
+    # A row that may be left out is loaded before that is known.
+    Case(4, 0, {4: 2}, skipping=True),
+    Case(92, 0, {4: 2}, index_bits=32, skipping=True),
+    Case(200, 0, {8: 2}, skipping=True),
+    Case(1024, 0, {16: 2}, skipping=True),
+    Case(1024, 0, {16: 2}, index_bits=32, strategy=RELEASE_FIRST, skipping=True),
+    Case(2048, 0, {16: 2}, strategy=PAST_L1, skipping=True),
+    Case(2048, 0, {16: 1, 4: 1}, v_row_bytes=92, skipping=True),
+    Case(12000, 0, {16: 6}, skipping=True),
+    Case(65536, 0, {16: 8}, skipping=True),
+    Case(2048, 4, {16: 2}, skipping=True),
+    Case(4096, 1, {16: 8}, steps=2, skipping=True),
+    Case(65536, 1, {16: 8}, steps=32, index_bits=32, skipping=True),
 )
 
 
@@ -114,9 +130,9 @@ class Code(NamedTuple):
 
 @functools.cache
 def compile_text(case: tuple, cc: tuple[int, int]) -> tuple[str, str, str]:
-    row_bytes, num_split, v_row_bytes, alignment, index_bits, strategy = case
+    row_bytes, num_split, v_row_bytes, alignment, index_bits, strategy, skipping = case
     layout = plan_store(row_bytes, v_row_bytes, num_split, alignment, alignment)
-    kernel = inspection.compile_kernel(StoreSpec(layout, index_bits, early_launch=cc >= (9, 0), strategy=strategy), cc)
+    kernel = inspection.compile_kernel(StoreSpec(layout, index_bits, cc >= (9, 0), strategy, skipping), cc)
     nvdisasm = inspection.find_nvdisasm()
     assert nvdisasm is not None, inspection.NVDISASM_MISSING
     return inspection.disassemble(kernel.cubin, nvdisasm), kernel.ptx, kernel.link_report
@@ -137,8 +153,13 @@ def read(case: tuple, cc: tuple[int, int]) -> Code:
 @pytest.fixture
 def code(case: Case, cc: tuple[int, int]) -> Code:
     """Each kernel is compiled once per process, by the first test that wants it."""
-    key = (case.row_bytes, case.num_split, case.v_row_bytes, case.alignment, case.index_bits, case.strategy)
-    return read(key, cc)
+    return read(specialisation(case), cc)
+
+
+def specialisation(case: Case) -> tuple:
+    """What of a case decides the kernel."""
+    layout = (case.row_bytes, case.num_split, case.v_row_bytes, case.alignment)
+    return (*layout, case.index_bits, case.strategy, case.skipping)
 
 
 def without_index_load(loads: Counter[int], case: Case) -> Counter[int]:
@@ -235,14 +256,43 @@ def test_all_loads_are_in_flight_before_the_first_store(case: Case, cc, code: Co
 
 @pytest.mark.parametrize("strategy", [PLAIN, PAST_L1, RELEASE_FIRST], ids=str)
 @pytest.mark.parametrize("row_bytes", [92, 128, 256, 1024, 2048, 4096])
+@pytest.mark.parametrize("skipping", [False, True], ids=["", "skip"])
 @early_kernel
-def test_rows_do_not_wait_for_their_index(row_bytes: int, strategy: Strategy, cc: tuple[int, int]) -> None:
+def test_rows_do_not_wait_for_their_index(
+    skipping: bool, row_bytes: int, strategy: Strategy, cc: tuple[int, int]
+) -> None:
     """A load that the compiler sinks behind the check of the index costs a small launch 0.2 us; a store must stay."""
-    instructions = read((row_bytes, 0, 0, 16, 64, strategy), cc).ptx.instructions
+    instructions = read((row_bytes, 0, 0, 16, 64, strategy, skipping), cc).ptx.instructions
     loads = [at for at, i in enumerate(instructions) if i.base == "ld" and "global" in i.modifiers]
     wait = next(at for at, i in enumerate(instructions) if is_wait(i))
     assert len(loads) == 3  # the index, K, V: one vector per thread
     assert not [i.opcode for i in instructions[wait : loads[-1]] if i.base == "bra"]
+
+
+SKIP_INDEX = "_param_12"  # the thirteenth parameter, as PTX names it
+
+
+@every_case
+@every_kernel
+def test_the_index_to_skip_is_looked_at_only_where_it_is_asked_for(case: Case, cc) -> None:
+    """Off, it costs nothing: nothing reads the parameter."""
+    ptx = compile_text(specialisation(case), cc)[1]
+    name = re.search(r"\.entry\s+([\w$]+)", ptx)[1]
+    assert f".param .u64 {name}{SKIP_INDEX}" in ptx or f".param .b64 {name}{SKIP_INDEX}" in ptx
+    reads = re.findall(rf"ld\.param\S*\s+\S+, \[{re.escape(name)}{SKIP_INDEX}\]", ptx)
+    assert bool(reads) is case.skipping
+
+
+SKIPPING = tuple(case for case in CASES if case.skipping and case.steps == 1)
+
+
+@pytest.mark.parametrize("case", SKIPPING, ids=str)
+@every_kernel
+def test_skipping_costs_a_comparison_or_two(case: Case, cc, code: Code) -> None:
+    """In PTX: the parameter, its comparison, a branch. Words alive across the assert would take 12 registers."""
+    plain = read(specialisation(case._replace(skipping=False)), cc)
+    assert len(code.ptx.instructions) <= len(plain.ptx.instructions) + 7
+    assert code.resources.registers <= plain.resources.registers + 4
 
 
 @every_case

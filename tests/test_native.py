@@ -9,6 +9,7 @@ import functools
 import gc
 import inspect
 import itertools
+import math
 import os
 import pickle
 import pydoc
@@ -29,11 +30,11 @@ from numba_kvcache.layout import plan_store
 
 IN_CHILD = os.environ.get("NUMBA_KVCACHE_TEST_FAKES") == "1" and not SIMULATED
 # Fewer passes would mean that tests were lost or skipped.
-AT_LEAST = 250
+AT_LEAST = 360
 
 if IN_CHILD:
     import native_fakes as fakes
-    from native_fakes import CONTEXTS, Parameter, Tensor, control, last_launch, numba_array
+    from native_fakes import CONTEXTS, CupyArray, Parameter, Tensor, control, last_launch, numba_array
 
     fakes.install()
     python_road = fakes.python_road()
@@ -94,7 +95,7 @@ def know(row_bytes=256, v_row_bytes=None, k_align=16, v_align=16, split=0, bits=
     v_row_bytes = v_row_bytes or row_bytes
     layout = plan_store(row_bytes, v_row_bytes, split, k_align, v_align)
     bands = options.get("bands", ((2, 11), (40, 12), (LARGEST, 13)))
-    key = (row_bytes, v_row_bytes, k_align, v_align, split, bits, device)
+    key = (row_bytes, v_row_bytes, k_align, v_align, split, bits, device, options.get("skipping", False))
     fast_road.remember_plan(key, options.get("context", CONTEXTS[device]), bands, layout, options.get("early", True))
     return layout
 
@@ -122,7 +123,7 @@ def test_every_word_of_a_launch(road, early):
         "attributes": np.array([6, 0, 1, *[0] * 15], np.int32).tobytes() if early else b"",
         "count": int(early),
         "kernel": 12,
-        "parameters": [0x10100, 0x20000, 0x30000, 0x40000, 0x50008, 768, -128, 512, 128, 8, 3, 50],
+        "parameters": [0x10100, 0x20000, 0x30000, 0x40000, 0x50008, 768, -128, 512, 128, 8, 3, 50, 0],
         "extra": 0,
     }
 
@@ -134,7 +135,7 @@ def test_one_row_has_stride_zero(road):
     k, v = (Tensor((1, 128), (stride, 1), "float16", at) for stride, at in ((3, 0x10000), (2**62, 0x20000)))
     caches = [Tensor((1, 128), (stride, 1), "float16", at) for stride, at in ((1, 0x30000), (0, 0x40000))]
     assert road(k, v, *caches, Tensor((1,), (7,), "int64", 0x50000))
-    assert last_launch()["parameters"][5:] == [0, 0, 0, 0, 0, 1, 1]
+    assert last_launch()["parameters"][5:] == [0, 0, 0, 0, 0, 1, 1, 0]
 
 
 @faked
@@ -333,6 +334,19 @@ def test_arrays_that_cannot_be_read_are_given_back(road, at, fails):
 
 @faked
 @pytest.mark.parametrize("at", range(5))
+def test_an_interrupt_is_passed_on(road, at):
+    """Ctrl-C while an array is read is the caller's to see: the Python road is not asked to do it all again."""
+    know()
+    control[fakes.ERROR] = id(KeyboardInterrupt)
+    arrays = make_arrays()
+    arrays[at].fails = 1
+    with pytest.raises(KeyboardInterrupt):
+        road(*arrays)
+    assert control[fakes.LAUNCHES] == control[fakes.ROAD_CALLS] == 0
+
+
+@faked
+@pytest.mark.parametrize("at", range(5))
 @pytest.mark.parametrize(
     "change",
     [
@@ -435,8 +449,11 @@ class Call:
         plain = all(type(value) is int or value is None for value in self.options.values())
         complex_ = any(array["dtype"].startswith("complex") for array in self.arrays.values())
         elsewhere = any(array.get("ordinal") for array in self.arrays.values())
-        narrow = any(array["shape"][1:] == (1,) for array in self.arrays.values())  # may be a lazily negated view
-        return plain and not (complex_ or elsewhere or narrow) and (self.options.get("stream") or 0) < 2**63
+        # A row of one element may be a lazily negated view.
+        narrow = any(math.prod(self.arrays[name]["shape"][1:]) == 1 for name in ("k", "v"))
+        if complex_ or elsewhere or narrow:
+            return False
+        return plain and (self.options.get("stream") or 0) < 2**63
 
 
 def change(array, **values):
@@ -554,9 +571,60 @@ def stream(call):
     call.options["stream"] = call.rng.choice(values)
 
 
+def skip_index(call):
+    values = (-1, 0, 3, 2**40, 2**63 - 1, -(2**63), np.int64(-1), None, 2**63, -(2**63) - 1, True, 1.0, "1")
+    call.options["skip_index"] = call.rng.choice(values)
+
+
+def split_evenly(call, count):
+    """`count` as (groups, size of a group)."""
+    size = call.rng.choice([size for size in (1, 2, 3, 4, 8, 16, count) if count % size == 0])
+    return count // size, size
+
+
+def give_heads(call, side):
+    """Rows of heads, of one number in source and cache; the same memory."""
+    width = call.arrays[side]["shape"][1]
+    heads, size = split_evenly(call, width)
+    for name in (side, f"{side}_cache"):
+        array = call.arrays[name]
+        change(array, shape=(array["shape"][0], heads, size), strides=(array["strides"][0], size, 1))
+
+
+def give_pages(call, cache):
+    """Pages that one stride leads through; the same memory."""
+    array = call.arrays[cache]
+    (slots, *row), (stride, *row_strides) = array["shape"], array["strides"]
+    pages, size = split_evenly(call, slots)
+    change(array, shape=(pages, size, *row), strides=(size * stride, stride, *row_strides))
+
+
+def heads_and_pages(call):
+    """The same rows in more dimensions, so that the call stays valid."""
+    wanted = call.rng.choice(((1, 0), (0, 1), (1, 1)))
+    for side in call.rng.choice((("k",), ("v",), ("k", "v"))):
+        if wanted[0]:
+            give_heads(call, side)
+        if wanted[1]:
+            give_pages(call, f"{side}_cache")
+
+
+def spoilt_heads_and_pages(call):
+    heads_and_pages(call)
+    array = call.rng.choice([array for array in call.arrays.values() if len(array["shape"]) > 2])
+    shape, strides = list(array["shape"]), list(array["strides"])
+    at = call.rng.randrange(len(shape))
+    if call.rng.random() < 0.5:
+        shape[at] += call.rng.choice((1, -1))
+    else:
+        strides[at] += call.rng.choice((1, -1, 4, 32))
+    change(array, shape=tuple(shape), strides=tuple(strides))
+
+
 MUTATIONS = (
     other_dtype, other_width_of_dtype, columns, zero_width, rows, batch, empty_cache, inner_stride, row_stride, overlap,
     address, offset, ordinal, all_ordinals, device_kind, conjugated, dimensions, num_split, size_limit, stream,
+    skip_index, heads_and_pages, spoilt_heads_and_pages,
 )  # fmt: skip
 
 
@@ -611,7 +679,7 @@ def test_random_calls(road, seed):
     for (name, verdict, was_served), count in seen.items():
         (served if was_served else refused)[name] += count if was_served or verdict != "launched" else 0
     # Each mutation made calls that must be refused, but these; and each of those that can leave a call valid, did.
-    harmless = {"all_ordinals"}
+    harmless = {"all_ordinals", "heads_and_pages"}
     assert {m.__name__ for m in MUTATIONS} - {name for name in refused if refused[name]} == harmless
     never_valid = {"zero_width", "empty_cache", "ordinal", "device_kind", "conjugated", "all_ordinals"}
     never_valid.add("inner_stride")  # but for rows of one element, which the Python road takes
@@ -619,6 +687,53 @@ def test_random_calls(road, seed):
     assert seen["all_ordinals", "launched", False] > 0
     assert seen["conjugated", "launched", False] > 0
     assert seen["batch", "nothing", False] > 0
+
+
+@faked
+def test_heads_and_pages_are_launched_as_the_rows_that_they_are(road):
+    """The Python road's launch of the same memory in more dimensions is the fast road's launch of its rows."""
+    rng, shapes = random.Random(2), set()
+    for _ in range(1500):
+        if len(dispatch._plans) > 200:
+            fakes.forget_plans()
+        call = Call(rng)
+        plain = call.build()
+        ask_python(plain, call.options)
+        served = road(*plain, **call.options)
+        launch = last_launch()
+        launch["kernel"] -= FAST * served
+        heads_and_pages(call)
+        shaped = call.build()
+        assert ask_python(shaped, call.options) == ("launched", launch), call.arrays
+        assert road(*shaped, **call.options) is served
+        shapes |= {(len(call.arrays[name]["shape"]), len(call.arrays[f"{name}_cache"]["shape"])) for name in "kv"}
+    assert shapes == {(2, 2), (2, 3), (3, 3), (3, 4)}
+
+
+@faked
+def test_an_index_to_skip_is_the_last_word_and_has_kernels_of_its_own(road):
+    arrays = make_arrays()
+    kernels = {}
+    for options in ({}, {"skip_index": None}, {"skip_index": -1}, {"skip_index": 7}):
+        assert ask_python(arrays, options)[0] == "launched"
+        launch = last_launch()
+        assert launch["parameters"][12] == (options.get("skip_index") or 0)
+        kernels[str(options)] = launch["kernel"]
+        assert road(*arrays, **options)
+        assert last_launch() == {**launch, "kernel": FAST + launch["kernel"]}
+    assert kernels["{}"] == kernels["{'skip_index': None}"]
+    assert kernels["{'skip_index': -1}"] == kernels["{'skip_index': 7}"] != kernels["{}"]
+    assert road(*arrays)
+    assert last_launch()["kernel"] == FAST + kernels["{}"]
+    assert last_launch()["parameters"][12] == 0
+
+
+@faked
+def test_plans_that_skip_are_not_found_by_calls_that_do_not(road):
+    know(skipping=True)
+    assert not road(*make_arrays())
+    know()
+    assert road(*make_arrays())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -647,7 +762,7 @@ def numba_road(road):
 def test_numba_arrays(numba_road, pointer):
     assert numba_road(*numba_arrays(pointer=pointer))
     assert last_launch()["stream"] == 0
-    assert last_launch()["parameters"] == [*range(0x10000, 0x60000, 0x10000), 256, 256, 256, 256, 8, 4, 64]
+    assert last_launch()["parameters"] == [*range(0x10000, 0x60000, 0x10000), 256, 256, 256, 256, 8, 4, 64, 0]
     mixed = [n if i % 2 else t for i, (n, t) in enumerate(zip(numba_arrays(), make_arrays(), strict=True))]
     assert numba_road(*mixed)
     assert last_launch()["stream"] == 0x7000  # k_cache is a tensor
@@ -725,6 +840,149 @@ def test_a_pointer_without_value_is_given_back(numba_road):
     for pointer in (None, types.SimpleNamespace(value="5"), types.SimpleNamespace()):
         arrays[0].gpu_data.device_ctypes_pointer = pointer
         assert not numba_road(*arrays)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# CuPy's arrays
+
+
+def cupy_arrays(batch=4, slots=64):
+    return [
+        *(CupyArray((rows, 128), (256, 2), "float16", 0x10000 * (i + 1))
+          for i, rows in enumerate((batch, batch, slots, slots))),
+        CupyArray((batch,), (8,), "int64", 0x50000),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def cupy_road(road):
+    fast_road.remember_type(CupyArray, writable=True)
+    know()
+    return road
+
+
+@faked
+def test_cupy_arrays(cupy_road):
+    assert fast_road.ways[CupyArray] == "native: CuPy's attributes"
+    assert cupy_road(*cupy_arrays())
+    assert last_launch()["stream"] == 0x9000
+    assert last_launch()["parameters"] == [*range(0x10000, 0x60000, 0x10000), 256, 256, 256, 256, 8, 4, 64, 0]
+    mixed = [c if i % 2 else t for i, (c, t) in enumerate(zip(cupy_arrays(), make_arrays(), strict=True))]
+    assert cupy_road(*mixed)
+    assert last_launch()["stream"] == 0x7000  # k_cache is a tensor
+
+
+@faked
+def test_cupy_arrays_on_another_gpu(cupy_road):
+    """`data.device_id` is asked for where there is more than one GPU; the stream is that of the current one."""
+    know(device=1)
+    arrays = cupy_arrays()
+    arrays[1].data.device_id = 1
+    assert not cupy_road(*arrays)
+    for array in arrays:
+        array.data.device_id = 1
+    assert not cupy_road(*arrays)  # device 0 is current
+    control[fakes.CONTEXT] = CONTEXTS[1]
+    assert cupy_road(*arrays)
+    assert last_launch()["stream"] == 0x9001
+    fast_road._write(native.DEVICE_COUNT, 1)
+    del arrays[1].data.device_id
+    control[fakes.CONTEXT] = CONTEXTS[0]
+    assert cupy_road(*arrays)
+
+
+@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *map(_without, ("shape", "strides", "dtype", "data")),
+        _with(shape=()), _with(shape=None), _with(strides=(256, None)), _with(dtype=np.dtype(">f2")), _with(data=None),
+        lambda array: delattr(array.data, "ptr"),
+        lambda array: setattr(array.data, "ptr", 0),
+        lambda array: setattr(array.data, "ptr", "16"),
+    ],
+)  # fmt: skip
+@faked
+def test_cupy_arrays_that_are_given_back(cupy_road, spoil, at):
+    arrays = cupy_arrays()
+    assert cupy_road(*arrays)
+    spoil(arrays[at])
+    assert not cupy_road(*arrays)
+    assert control[fakes.LAUNCHES] == 1
+
+
+@faked
+def test_a_cupy_stream_that_cannot_be_found_is_given_back(cupy_road):
+    fakes.cupy_streams[0] = ValueError("no stream")
+    assert not cupy_road(*cupy_arrays())
+    assert control[fakes.LAUNCHES] == 0
+    assert cupy_road(*cupy_arrays(), stream=3)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pages of slots, rows of heads
+
+
+def shaped(rows, row, strides=None, at=0x10000):
+    """A tensor of float16 with these leading and row dimensions, dense unless strides (in elements) are given."""
+    shape = (*rows, *row)
+    dense = [1]
+    for extent in reversed(shape[1:]):
+        dense.insert(0, dense[0] * extent)
+    return Tensor(shape, strides or tuple(dense), "float16", at)
+
+
+@pytest.mark.parametrize(
+    ("row", "leading", "k_strides", "cache_strides", "served"),
+    [
+        ((128,), (4, 16), None, None, True),
+        ((2, 64), (64,), None, None, True),
+        ((2, 64), (4, 16), None, None, True),
+        ((2, 64), (4, 16), (384, 64, 1), None, True),  # a slice of a fused projection
+        ((2, 64), (4, 16), None, (4096, 256, 64, 1), True),  # slots apart, pages that follow
+        ((2, 64), (4, 16), None, (8192, 128, 64, 1), False),  # K and V pages by turns
+        ((2, 64), (4, 1), None, (8192, 5, 64, 1), True),  # one slot a page: its stride is not looked at
+        ((2, 64), (1, 16), None, (5, 128, 64, 1), True),
+        ((2, 64), (4, 16), (256, 128, 1), None, False),  # heads apart
+        ((1, 128), (4, 16), (128, 7, 1), None, True),
+        ((128, 1), (64,), (128, 1, 9), None, True),
+    ],
+)
+@faked
+def test_pages_and_heads(road, row, leading, k_strides, cache_strides, served):
+    know()
+    k, v = (shaped((4,), row, k_strides, at) for at in (0x10000, 0x20000))
+    caches = [shaped(leading, row, cache_strides, at) for at in (0x30000, 0x40000)]
+    assert road(k, v, *caches, make_arrays()[4]) is served
+    if served:
+        slots = math.prod(leading)
+        steps = caches[0].stride()
+        stride = steps[1] if len(leading) == 2 and leading[1] > 1 else steps[0]  # from slot to slot
+        assert last_launch()["parameters"][5:] == [
+            2 * k.stride()[0], 2 * v.stride()[0], 2 * stride, 2 * stride, 8, 4, slots, 0,
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("k_row", "cache"),
+    [
+        ((128,), (4, 4, 4, 128)),
+        ((128,), (64, 2, 64)),
+        ((2, 64), (64, 128)),
+        ((64, 2), (64, 2, 64)),
+        ((2, 2, 32), (64, 2, 2, 32)),
+        ((0, 64), (64, 0, 64)),
+        ((2**31, 2**32), (64, 2**31, 2**32)),
+        ((2**16, 2**15), (64, 2**16, 2**15)),
+    ],
+)
+@faked
+def test_shapes_that_are_given_back(road, k_row, cache):
+    know()
+    rest = make_arrays()
+    assert not road(shaped((4,), k_row), rest[1], shaped(cache, ()), *rest[3:])
+    assert not road(rest[0], shaped((4,), k_row), rest[2], shaped(cache, ()), rest[4])
+    assert control[fakes.LAUNCHES] == 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -823,7 +1081,7 @@ def test_256_plans_are_remembered_and_no_more(road):
 @faked
 @pytest.mark.parametrize("home", [3, native.MAX_PLANS - 1], ids=["middle", "wraps around"])
 def test_colliding_keys_are_found(road, home):
-    second = fast_road._key_words(16, 16, 16, 16, 0, 64, 0)[1]
+    second = fast_road._key_words(16, 16, 16, 16, 0, 64, 0, False)[1]
     widths = [
         width
         for width in range(16, 16 * 20_000, 16)
@@ -1043,6 +1301,7 @@ def replace_sys(patch, **values):
                 "version_info": (3, 12, 0, "final", 0),
                 "maxsize": sys.maxsize,
                 "intern": sys.intern,
+                "modules": sys.modules,
                 **values,
             }
         ),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from numba import cuda
 from support import (
+    GUARD,
     ON_GPU,
     Memory,
     Rows,
@@ -180,6 +181,91 @@ def test_empty_batch(dtype):
     v_cache.memory.check()
 
 
+# Heads and pages: the slots are counted by the plain loop, page after page.
+
+
+@pytest.mark.parametrize("k_pages", [None, (3, 4), (12, 1), (1, 12)])
+@pytest.mark.parametrize("v_pages", [None, (4, 3)])
+@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
+def test_heads_and_pages(k_pages, v_pages, index_dtype):
+    k, v, k_cache, v_cache = make_rows(5, 12, 256, 96, dtype="float16")
+    k.shaped((5,), (4, 32))
+    k_cache.shaped(k_pages or (12,), (4, 32))
+    v.shaped((5,), (3, 16))
+    v_cache.shaped(v_pages or (12,), (3, 16))
+    store_and_check(k, v, k_cache, v_cache, [11, 0, 4, 7, 3], index_dtype=index_dtype)
+
+
+@pytest.mark.parametrize("split", [0, 1, 2])
+def test_pages_of_plain_rows(split):
+    k, v, k_cache, v_cache = make_rows(5, 12, 512, dtype="float16")
+    k_cache.shaped((3, 4), (256,))
+    v_cache.shaped((6, 2), (256,))
+    store_and_check(k, v, k_cache, v_cache, [11, 0, 4, 7, 3], num_split=split)
+
+
+def test_heads_of_a_projection_into_spaced_pages():
+    """k and v are heads 4 to 6 and 6 to 8 of 8; slots of the cache lie apart, evenly over all pages."""
+    qkv = Memory(8192, seed=7)
+    k = Rows(5, 128, pitch=512, shift=256, seed=0, memory=qkv, dtype="float16").shaped((5,), (2, 32))
+    v = Rows(5, 128, pitch=512, shift=384, seed=0, memory=qkv, dtype="float16").shaped((5,), (2, 32))
+    k_cache = Rows(12, 128, pitch=144, seed=3, dtype="float16").shaped((3, 4), (2, 32))
+    v_cache = Rows(12, 128, pitch=-128, seed=4, dtype="float16").shaped((3, 4), (2, 32))
+    store_and_check(k, v, k_cache, v_cache, [11, 0, 4, 7, 3])
+
+
+@pytest.mark.parametrize("skip_index", [None, -1])
+def test_pages_of_k_and_v_in_turn_through_a_view_of_the_pool(skip_index):
+    """What the README says of (pages, 2, page size, ...): two views of the pool, a page size apart."""
+    pages, page_size = 3, 4
+    pool = Memory(2 * GUARD + pages * 2 * page_size * 128, seed=8)
+    before, rows = pool.expected.copy(), make_rows(4, 1, 128)[:2]
+    k_cache = Rows(20, 128, seed=0, memory=pool)
+    v_cache = Rows(20, 128, seed=0, shift=page_size * 128, memory=pool)
+    where = [(2, 3), (0, 0), (1, 2), (0, 3)]  # page, offset
+    store_and_check(*rows, k_cache, v_cache, [2 * page * page_size + at for page, at in where], skip_index=skip_index)
+    for row, (page, at) in enumerate(where):
+        for which, source in enumerate(rows):
+            start = GUARD + ((page * 2 + which) * page_size + at) * 128
+            before[start : start + 128] = source.memory.expected[source.where(row)]
+    np.testing.assert_array_equal(pool.bytes_now(), before)
+
+
+# Rows left out. -1 is in no cache; 4 is a slot; 12 is past the end.
+
+
+@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
+@pytest.mark.parametrize(("skip_index", "slots"), [
+    (-1, [9, -1, 4, -1, 2]), (-1, [-1] * 5), (-1, SLOTS), (4, SLOTS), (0, [0, 0, 4, 0, 2]), (12, [12, 3, 12, 12, 0]),
+    (2**31 - 1, [2**31 - 1, 1, 2, 3, 4]), (-(2**31), [1, 2, 3, 4, -(2**31)]), (2**40, SLOTS), (None, SLOTS),
+])  # fmt: skip
+def test_rows_left_out(skip_index, slots, index_dtype):
+    store_and_check(*make_rows(5, 11, 256), slots, skip_index=skip_index, index_dtype=index_dtype)
+
+
+@pytest.mark.parametrize("skip_index", [-(2**63), 2**63 - 1, 2**32 - 1])
+def test_rows_left_out_by_all_64_bits(skip_index):
+    store_and_check(*make_rows(5, 11, 64), [9, skip_index, 4, skip_index, 2], skip_index=skip_index)
+
+
+@pytest.mark.parametrize(("row_bytes", "split"), [(4, 0), (92, 0), (196, 0), (516, 1), (8192, 0), (8192, 1), (2048, 4)])
+def test_rows_left_out_of_every_layout(row_bytes, split):
+    """Several rows per block, idle threads, predicated vectors, parts, and steps."""
+    store_and_check(*make_rows(6, 11, row_bytes), [9, -1, 4, 7, -1, 2], skip_index=-1, num_split=split)
+
+
+def test_rows_left_out_of_pages_under_a_limit():
+    k, v, k_cache, v_cache = make_rows(5, 12, 256, dtype="float16")
+    for rows, leading in ((k, (5,)), (v, (5,)), (k_cache, (3, 4)), (v_cache, (3, 4))):
+        rows.shaped(leading, (4, 32))
+    store_and_check(k, v, k_cache, v_cache, [7, 9, 0, 9, 3], skip_index=9, size_limit=8, index_dtype="int32")
+
+
+@pytest.mark.parametrize("indices", [[], [3]])
+def test_an_index_to_skip_and_none_that_is(indices):
+    store_and_check(*make_rows(len(indices), 11, 128), indices, skip_index=-1)
+
+
 # Sources that share memory with the caches, as long as no byte written is also read.
 
 
@@ -243,17 +329,19 @@ def test_same_call_again_with_other_memory(repeats):
 # Numba's own launch of a small grid warns; store_kvcache's must not.
 @pytest.mark.filterwarnings("ignore:.*Grid size")
 @pytest.mark.parametrize(("row_bytes", "v_row_bytes", "split"), [(128, 0, 0), (512, 256, 1), (1024, 0, 4)])
-def test_kernel_for_users_own_launches(row_bytes, v_row_bytes, split):
+@pytest.mark.parametrize("skipping", [False, True])
+def test_kernel_for_users_own_launches(row_bytes, v_row_bytes, split, skipping):
+    """Unless it is made for it, the kernel does not look at the index to skip, which is a slot here."""
     k, v, k_cache, v_cache = make_rows(3, 7, row_bytes, v_row_bytes)
     slots = [6, 0, 3]
     index_memory, _ = index_array(slots, "int32")
-    kernel = make_store_kernel(row_bytes, split, v_element_bytes=v_row_bytes, index_dtype="int32")
-    expect_store(k, k_cache, slots)
-    expect_store(v, v_cache, slots)
+    kernel = make_store_kernel(row_bytes, split, v_element_bytes=v_row_bytes, index_dtype="int32", skipping=skipping)
+    expect_store(k, k_cache, slots, 0 if skipping else None)
+    expect_store(v, v_cache, slots, 0 if skipping else None)
     # Four blocks are more than three rows need: threads past the batch do nothing.
     kernel[max(4, kernel.layout.grid(3)), kernel.layout.block](
         *(rows.memory.address(rows.start) for rows in (k, v, k_cache, v_cache)), index_memory.address(256),
-        *(rows.pitch for rows in (k, v, k_cache, v_cache)), 4, 3, 7,
+        *(rows.pitch for rows in (k, v, k_cache, v_cache)), 4, 3, 7, 0,
     )  # fmt: skip
     synchronize()
     for memory in (k.memory, v.memory, k_cache.memory, v_cache.memory):
@@ -277,6 +365,18 @@ def test_slot_out_of_range(slot, limit, dtype):
     _, indices = index_array([slot], dtype)
     with pytest.raises(AssertionError, match=r"numba_kvcache/kernel.py:\d+: store_kvcache: Assertion `0 <= index"):
         store_kvcache(k.array, v.array, k_cache.array, v_cache.array, indices, size_limit=limit)
+    k_cache.memory.check()
+    v_cache.memory.check()
+
+
+@needs_simulator
+@pytest.mark.parametrize(("slot", "skip_index"), [(-2, -1), (-1, 5), (64, -1), (-1, 2**32 - 1), (-1, None)])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_only_the_index_to_skip_is_skipped(slot, skip_index, dtype):
+    k, v, k_cache, v_cache = make_rows(1, 64, 64)
+    arrays = k.array, v.array, k_cache.array, v_cache.array, index_array([slot], dtype)[1]
+    with pytest.raises(AssertionError, match="Assertion `0 <= index"):
+        store_kvcache(*arrays, skip_index=skip_index)
     k_cache.memory.check()
     v_cache.memory.check()
 
@@ -307,6 +407,8 @@ except AssertionError:
 def test_warmup_makes_the_call_ready():
     warmup(384, 128, 1, index_dtype="int32")
     store_and_check(*make_rows(3, 7, 384, 128), [6, 0, 3], num_split=1, index_dtype="int32")
+    warmup(384, 128, 1, index_dtype="int32", skipping=True)
+    store_and_check(*make_rows(3, 7, 384, 128), [6, -1, 3], num_split=1, index_dtype="int32", skip_index=-1)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from numba_kvcache.launch import launch
+from numba_kvcache.launch import Launch, launch
 
 from ..names import EMPTY
 from ..numba_kernel import IGNORED, compile_kernel
@@ -20,7 +20,7 @@ def load(cells: tuple[Cell, ...], early_launch: bool) -> Peer:
 
     def empty(
         k, v, k_cache, v_cache, indices, k_stride, v_stride, k_cache_stride, v_cache_stride, index_stride,
-        batch, size_limit,
+        batch, size_limit, skip_index,
     ):  # fmt: skip
         return
 
@@ -32,6 +32,6 @@ def empty_peer(name: str, symbol: str, function: Callable[..., Any], early_launc
     kernel = compile_kernel(function, symbol, BLOCK)
 
     def bind(cell: Cell, arrays: Any, stream: int) -> Callable[[], None]:
-        return lambda: launch(kernel, 1, BLOCK, stream, early_launch, (*IGNORED, 1, 1))
+        return lambda: launch(Launch(kernel, 1, BLOCK, early_launch), stream, (*IGNORED, 1, 1, 0))
 
     return Peer(name, bind, stores=False)

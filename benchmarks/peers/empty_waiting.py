@@ -19,7 +19,7 @@ def load(cells: tuple[Cell, ...], early_launch: bool) -> Peer:
 
     def empty(
         k, v, k_cache, v_cache, indices, k_stride, v_stride, k_cache_stride, v_cache_stride, index_stride,
-        batch, size_limit,
+        batch, size_limit, skip_index,
     ):  # fmt: skip
         release_dependents()  # first, as the package does on small grids: the floor must not stand above it
         wait_primary()

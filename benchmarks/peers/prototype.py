@@ -6,7 +6,7 @@ from typing import Any
 
 from numba import cuda
 
-from numba_kvcache.launch import launch
+from numba_kvcache.launch import Launch, launch
 
 from ..gpu import address
 from ..names import PROTOTYPE
@@ -40,7 +40,7 @@ def make_kernel(row_bytes: int, early_launch: bool) -> tuple[Callable[..., Any],
 
     def store(
         k, v, k_cache, v_cache, indices, k_stride, v_stride, k_cache_stride, v_cache_stride, index_stride,
-        batch, size_limit,
+        batch, size_limit, skip_index,
     ):  # fmt: skip
         thread = u32(cuda.threadIdx.x)
         row = u32(u32(u32(cuda.blockIdx.x) * u32(rows)) + u32(thread >> u32(shift)))
@@ -75,8 +75,8 @@ def load(cells: tuple[Cell, ...], early_launch: bool) -> Peer:
         kernel, rows, block = loaded(cell.k_bytes)
         stored = (a.k, a.v, a.k_cache, a.v_cache, a.indices)
         strides = [array.strides[0] for array in stored]
-        arguments = (*map(address, stored), *strides, cell.batch, a.k_cache.shape[0])
+        arguments = (*map(address, stored), *strides, cell.batch, a.k_cache.shape[0], 0)
         grid = -(-cell.batch // rows)
-        return lambda: launch(kernel, grid, block, stream, early_launch, arguments)
+        return lambda: launch(Launch(kernel, grid, block, early_launch), stream, arguments)
 
     return Peer(PROTOTYPE, bind)
