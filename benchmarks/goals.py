@@ -9,6 +9,7 @@ from .names import (
     DISPATCHER,
     EMPTY,
     FLOOR,
+    INT32,
     MEMCPY,
     OURS,
     PROTOTYPE,
@@ -85,6 +86,7 @@ def kernel_goals(cells: Iterable[CellResult]) -> list[Goal]:
     small = [result for result in cells if result.cell.batch <= SMALL_BATCH]
     narrow = [result for result in cells if result.cell.k_bytes in NARROW_ROWS]
     speed, prototype = _ratios(sweep, CUDA_CPP, OURS), _ratios(sweep, OURS, PROTOTYPE)
+    int32 = _ratios(cells, INT32, OURS)
     return [
         _mean_goal(f"speed over {CUDA_CPP}, geometric mean of the 30 cells: >= 1.30", speed, _at_least(1.30)),
         _least_goal(f"speed over {CUDA_CPP}, least of the 30 cells: >= 1.00", speed, 1.00),
@@ -93,6 +95,8 @@ def kernel_goals(cells: Iterable[CellResult]) -> list[Goal]:
         _least_goal(
             f"speed over {CUDA_CPP}, least of rows of 92 and 200 B: >= 1.00", _ratios(narrow, CUDA_CPP, OURS), 1.00
         ),
+        _mean_goal("time of int32 indices over that of int64, geometric mean: <= 1.01", int32, _at_most(1.01)),
+        _most_goal("time of int32 indices over that of int64, most: <= 1.05", int32, 1.05),
         _mean_goal(f"time over the {PROTOTYPE}, geometric mean of the 30: <= 1.05", prototype, _at_most(1.05)),
         _most_goal(f"time over the {PROTOTYPE}, most of the 30 cells: <= 1.05", prototype, 1.05),
     ]

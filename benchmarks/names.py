@@ -6,6 +6,7 @@ __all__ = [
     "EMPTY",
     "EMPTY_WAITING",
     "FLOOR",
+    "INT32",
     "MEMCPY",
     "OURS",
     "PROTOTYPE",
@@ -20,6 +21,7 @@ __all__ = [
 OURS = "numba_kvcache"
 CUDA_CPP = "CUDA C++"
 PROTOTYPE = "prototype"
+INT32 = "int32 indices"
 
 MEMCPY = "memcpy"
 EMPTY = "empty kernel"

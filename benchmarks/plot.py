@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from .goals import time_of
-from .names import CUDA_CPP, EMPTY, EMPTY_WAITING, MEMCPY, OURS, PROTOTYPE, YARDSTICKS
+from .names import CUDA_CPP, EMPTY, EMPTY_WAITING, INT32, MEMCPY, OURS, PROTOTYPE, YARDSTICKS
 from .results import CellResult, Results
 
 __all__ = ["draw"]
@@ -50,6 +50,7 @@ def draw(results: Results, file: Path) -> None:
         for widths, cells in groupby(results.cells, lambda result: (result.cell.k_bytes, result.cell.v_bytes))
     ]
     names = list(dict.fromkeys(name for its in results.cells for name in its.outcomes if time_of(its, name)))
+    names = [name for name in names if name != INT32]  # it would hide the line of the package
     if not names:
         raise ValueError("there is nothing to draw: no cell has a time")
     columns = min(COLUMNS, len(panels))

@@ -16,7 +16,18 @@ from support import needs_compiler, needs_no_gpu, optional
 from benchmarks import command_line, simulated, without_gpu
 from benchmarks.as_json import from_json, to_json
 from benchmarks.goals import host_goals, kernel_goals
-from benchmarks.names import CUDA_CPP, DISPATCHER, EMPTY, FLOOR, MEMCPY, PROTOTYPE, STORE_CUPY, STORE_NUMBA, STORE_TORCH
+from benchmarks.names import (
+    CUDA_CPP,
+    DISPATCHER,
+    EMPTY,
+    FLOOR,
+    INT32,
+    MEMCPY,
+    PROTOTYPE,
+    STORE_CUPY,
+    STORE_NUMBA,
+    STORE_TORCH,
+)
 from benchmarks.reference import UNTOUCHED, difference, expected_cache, make_trial, run_trial
 from benchmarks.report import print_report
 from benchmarks.results import OURS, CellResult, HostTime, Outcome, Results, Spread, TuneResult, spread_of
@@ -369,7 +380,7 @@ def find(verdicts, *words):
 
 
 def sweep_result(row_bytes, batch, ours, **others):
-    names = {"cpp": CUDA_CPP, "copy": MEMCPY, "empty": EMPTY, "prototype": PROTOTYPE}
+    names = {"cpp": CUDA_CPP, "copy": MEMCPY, "empty": EMPTY, "prototype": PROTOTYPE, "int32": INT32}
     outcomes = {OURS: timed(ours)} | {names[name]: timed(us) for name, us in others.items()}
     return CellResult(Cell(row_bytes, row_bytes, batch, "random"), 32, True, outcomes)
 
@@ -416,6 +427,15 @@ def test_goals_for_narrow_rows_and_the_prototype():
     verdicts = kernel_verdicts([sweep_result(128, 1, 1.04, prototype=1.0), sweep_result(128, 16, 1.06, prototype=1.0)])
     assert find(verdicts, PROTOTYPE, "geometric")[0] is True
     assert find(verdicts, PROTOTYPE, "most")[0] is False
+
+
+def test_goals_for_index_types():
+    alike = [sweep_result(128, 1, 1.0, int32=1.04), sweep_result(128, 16, 1.0, int32=0.97)]
+    assert find(kernel_verdicts(alike), "int32", "mean") == (True, "1.004 over 2 cells")
+    assert find(kernel_verdicts(alike), "int32", "most") == (True, "1.040 at 128 B x 1 (2 cells)")
+    apart = kernel_verdicts([sweep_result(128, 1, 1.0, int32=1.06)])
+    assert find(apart, "int32", "mean")[0] is False
+    assert find(apart, "int32", "most")[0] is False
 
 
 def test_no_goals_for_models():
