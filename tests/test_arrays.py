@@ -283,9 +283,9 @@ def test_simulated_arrays():
     )
     host.flags.writeable = False
     assert read_array("k", host, 0).readonly is True
-    assert read_array("k", cuda.to_device(np.ones((4, 2), np.int8)), 0).facts == (
+    assert read_array("k", cuda.to_device(np.ones((4, 2), np.int8)), 0).facts == array_facts(
         (4, 2), (2, 1), "int8", 1, SIMULATED_DEVICE, False
-    )  # fmt: skip
+    )
     with pytest.raises(ValueError, match="k is a masked array"):
         read_array("k", np.ma.masked_array(np.zeros((4, 4))), 0)
 
