@@ -44,6 +44,9 @@ class StoreSpec:
     early_launch: bool
     strategy: Strategy = PLAIN
 
+    # Five addresses, five strides in bytes, batch, size limit.
+    parameters = "QQQQQqqqqqIq"
+
     @property
     def name(self) -> str:
         """The kernel's symbol, as profilers show it."""
@@ -56,6 +59,10 @@ class StoreSpec:
         if self.strategy.release_first:
             name += "_rf"
         return name + ("_nl1" if self.strategy.bypass_l1 else "")
+
+    def build(self) -> Any:
+        """The dispatcher."""
+        return build_kernel(self)
 
 
 def make_store_kernel(
