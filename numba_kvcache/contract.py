@@ -11,7 +11,19 @@ from typing import Any, NamedTuple
 from .arrays import ArrayFacts, ArrayView
 from .layout import INDEX_BITS, check_row_bytes, check_split, integer
 
-__all__ = ["MAX_BATCH", "PlanKey", "StoreRequest", "check_store"]
+__all__ = [
+    "MAX_BATCH",
+    "ROW_ARRAYS",
+    "Arrangement",
+    "PlanKey",
+    "StoreRequest",
+    "check_addresses",
+    "check_arrangement",
+    "check_index_type",
+    "check_shapes",
+    "check_skip_index",
+    "check_store",
+]
 
 # The kernel counts groups of threads in 32 bits, and the grid has as many blocks; 2**31 rows of one word are 8 GiB.
 MAX_BATCH = 2**31 - 1
@@ -72,7 +84,7 @@ def check_store(
     if min(addresses) <= 0 or max(addresses) >= 2**64:
         _refuse_addresses((k, v, k_cache, v_cache, indices))
     if indices.address % indices.facts.itemsize:
-        raise ValueError(f"indices must be aligned to {indices.itemsize} bytes, got address {indices.address:#x}")
+        _check_index_address(indices)
     k_bits = k.address | k_cache.address | k_stride | k_cache_stride | 16
     v_bits = v.address | v_cache.address | v_stride | v_cache_stride | 16
     if (k_bits | v_bits) & 3:
@@ -114,10 +126,28 @@ def _check_facts(
     indices = ArrayView(0, indices_facts)
     check_split(num_split)
     _check_dtypes(rows, indices)
-    _check_shapes(rows, indices)
+    check_shapes(rows, indices)
     row_bytes = rows["k"].shape[1] * rows["k"].itemsize, rows["v"].shape[1] * rows["v"].itemsize
     for name, width in zip(("k", "v"), row_bytes, strict=True):
         check_row_bytes(name, width, num_split)
+    arrangement = check_arrangement(rows, indices, limit)
+    if arrangement is None:
+        return None
+    batch, strides, index_stride, limit = arrangement
+    return _Facts(batch, row_bytes, strides, (*strides, index_stride, batch, limit), {})
+
+
+class Arrangement(NamedTuple):
+    """Where the rows of a non-empty call lie: strides in bytes, of the four row arrays and of the indices."""
+
+    batch: int
+    strides: tuple[int, ...]
+    index_stride: int
+    size_limit: int
+
+
+def check_arrangement(rows: dict[str, ArrayView], indices: ArrayView, limit: int) -> Arrangement | None:
+    """Check all that needs neither dtypes nor addresses, of arrays that have passed check_shapes; None: empty batch."""
     for name in ("k_cache", "v_cache"):
         if rows[name].readonly:
             raise ValueError(f"{name} must be writable, got a read-only array")
@@ -134,7 +164,7 @@ def _check_facts(
     strides = tuple(_row_stride(name, view) for name, view in rows.items())
     for name, stride in zip(ROW_ARRAYS[2:], strides[2:], strict=True):
         _check_rows_apart(name, rows[name], stride)
-    return _Facts(batch, row_bytes, strides, (*strides, _index_stride(indices), batch, limit), {})
+    return Arrangement(batch, strides, _index_stride(indices), limit)
 
 
 def _check_dtypes(rows: dict[str, ArrayView], indices: ArrayView) -> None:
@@ -145,11 +175,23 @@ def _check_dtypes(rows: dict[str, ArrayView], indices: ArrayView) -> None:
                 f"{name} and k_cache must have one dtype, got {view.dtype} and {dtype}; rows are moved bit for bit, "
                 "so convert or view them alike first"
             )
+    check_index_type(indices)
+
+
+def check_index_type(indices: ArrayView) -> None:
+    """Raise TypeError unless the kernel can read these indices."""
     if indices.dtype not in INDEX_BITS:
         raise TypeError(f"indices must be {' or '.join(INDEX_BITS)}, got {indices.dtype}")
 
 
-def _check_shapes(rows: dict[str, ArrayView], indices: ArrayView) -> None:
+def check_skip_index(skip_index: int) -> None:
+    """Raise ValueError unless the kernel can compare an index with it."""
+    if not -(2**63) <= skip_index < 2**63:
+        raise ValueError(f"skip_index must be within int64, as indices are, got {skip_index}; None skips no row")
+
+
+def check_shapes(rows: dict[str, ArrayView], indices: ArrayView) -> None:
+    """Raise ValueError unless rows, caches and indices fit one another."""
     for name, view in rows.items():
         if len(view.shape) != 2:
             raise ValueError(
@@ -216,6 +258,23 @@ def _index_stride(indices: ArrayView) -> int:
     if stride % indices.itemsize:
         raise ValueError(f"indices must have a stride of whole elements ({indices.itemsize} bytes), got {stride} bytes")
     return stride
+
+
+def check_addresses(views: tuple[ArrayView, ...], strides: tuple[int, ...]) -> None:
+    """Raise ValueError unless all five arrays have memory, on the grid of 4 bytes and of whole indices.
+
+    `strides` are those of the four row arrays. (check_store asks the same at less cost, and names what is wrong by the
+    same functions.)
+    """
+    *rows, indices = views
+    _refuse_addresses(views)
+    _refuse_alignment(tuple(rows), strides)
+    _check_index_address(indices)
+
+
+def _check_index_address(indices: ArrayView) -> None:
+    if indices.address % indices.facts.itemsize:
+        raise ValueError(f"indices must be aligned to {indices.itemsize} bytes, got address {indices.address:#x}")
 
 
 def _refuse_addresses(views: tuple[ArrayView, ...]) -> None:

@@ -149,7 +149,7 @@ def index_access(bits: int) -> Any:
 
 
 def scale_access(on_device: bool) -> Any:
-    """Make `load_scale(scale)`: the bits of the float32 that lies at the address `scale`, or that are in it as they are."""
+    """Make `load_scale(scale)`: the bits of a float32, which lies at the address `scale`, or is `scale` itself."""
 
     @intrinsic
     def load_scale(typingctx, scale):

@@ -151,13 +151,13 @@ def _layout(key: PlanKey) -> StoreLayout:
 
 
 # Numba's simulator swaps the kernel's globals while it runs one.
-_simulator = threading.RLock()
+simulator_lock = threading.RLock()
 
 
 def _simulate(request: StoreRequest) -> None:
     layout = _layout(request.key)
     kernel = build_kernel(StoreSpec(layout, request.key.index_bits, early_launch=True))
-    with _simulator:
+    with simulator_lock:
         kernel[layout.grid(request.batch), layout.block](*request.arguments)
 
 

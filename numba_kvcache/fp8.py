@@ -64,7 +64,7 @@ def round_float32(bits: int, to: Fp8Format) -> int:
     if magnitude >= to.smallest_normal_bits:
         kept = _shift_to_even(magnitude, to.dropped) - to.rebias
     else:
-        # Below, values are equally spaced: the smaller the exponent, the more bits are lost. From 25 on all of them are.
+        # Values are equally spaced here: the smaller the exponent, the more bits are lost, and from 25 on all of them.
         shift = to.dropped + (to.smallest_normal_bits >> 23) - (magnitude >> 23)
         kept = _shift_to_even(magnitude & 0x7FFFFF | 0x800000, min(shift, 25))
     return bits >> 24 & 0x80 | kept

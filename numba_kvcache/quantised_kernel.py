@@ -114,7 +114,7 @@ class QuantisedSpec:
 
 @functools.lru_cache(maxsize=1024)
 def build_quantised_kernel(spec: QuantisedSpec) -> Any:
-    """The dispatcher for `spec`; it takes five addresses, two scales, five strides in bytes, batch, limit, skip index."""
+    """The dispatcher for `spec`, whose kernel takes what QuantisedSpec.parameters lists."""
     layout, early_launch, bypass_l1 = spec.layout, spec.early_launch, spec.strategy.bypass_l1
     release_first, release_late = spec.strategy.release_first, not spec.strategy.release_first
     skipping = spec.skipping
