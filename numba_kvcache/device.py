@@ -239,7 +239,7 @@ def divide(b: ir.IRBuilder, value: ir.Value, divisor: Divisor) -> ir.Value:
     Markstein's division: the product with the reciprocal, corrected by its own remainder, which a fused multiply-add
     gives exactly. `div.rn.f32` is three times as many instructions and a call for what is out of its range. Past 2**20
     the product needs no correction, being clipped, and would overflow in it. Both terms of the correction are negated,
-    because then a zero keeps its sign. (tests/test_quantised.py tries all that could go wrong.)
+    because then a zero keeps its sign. (tests/test_quantised_code.py tries all that could go wrong.)
     """
     scaled = b.fmul(value, divisor.factor)
     rough = b.fmul(scaled, divisor.reciprocal)
