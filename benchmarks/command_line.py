@@ -36,6 +36,7 @@ examples:
   python bench.py --models Llama-3.1 gpt-oss --json run.json
   python bench.py --cells 30 --no-host            32 input sets per cell
   python bench.py --cells all --sets cold         beyond L2, and four more row sizes
+  python bench.py --fp8                           the quantised store
   python bench.py --tune                          what layout.strategies rests on, on this GPU
   python bench.py --from run.json --plot run.png  no GPU needed
 """
@@ -69,6 +70,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="instead of peers: every strategy of layout.strategies, and what the package's choice costs "
         "(in the 30 cells, or those asked for)",
     )  # fmt: skip
+    what.add_argument(
+        "--fp8", action="store_true",
+        help="instead of all else: store_kvcache_fp8 against memcpy and torch's own operations (needs torch and a GPU)",
+    )  # fmt: skip
     what.add_argument("--no-host", action="store_true", help="leave out the host time per call")
     where = parser.add_argument_group("where numbers go")
     where.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
@@ -87,8 +92,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _refuse_contradictions(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.cells and options.models:
         parser.error("--cells and --models exclude each other: those cells belong to no model")
-    measuring = ("quick", "models", "rows", "cells", "sets", "tune", "no_host", "json")
+    measuring = ("quick", "models", "rows", "cells", "sets", "tune", "fp8", "no_host", "json")
     useless = [f"--{name.replace('_', '-')}" for name in measuring if getattr(options, name) not in (None, False)]
+    others = [name for name in useless if name != "--fp8"]
+    if options.fp8 and (others or options.source or options.plot):
+        parser.error("--fp8 measures cells of its own and prints a table; no other option goes with it")
     if options.source and useless:
         parser.error(f"--from measures nothing, so {', '.join(useless)} can do nothing with it")
     if options.source and not options.source.is_file():
@@ -135,6 +143,10 @@ def _few(cells: tuple[Cell, ...]) -> tuple[Cell, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; the exit code, 0 only if every store was exact (and drawn, where --plot asks for it)."""
     options = parse(arguments)
+    if options.fp8:
+        from .fp8 import run_fp8
+
+        return run_fp8()
     if options.source:
         results = from_json(json.loads(options.source.read_text()))
     else:

@@ -4,7 +4,7 @@ import math
 
 from .shapes import Cell
 
-__all__ = ["COLD", "LAUNCHES", "MAX_SETS", "SWEEP_SETS", "describe_sets", "is_cold", "sets_for"]
+__all__ = ["BEYOND_L2", "COLD", "LAUNCHES", "MAX_SETS", "SWEEP_SETS", "describe_sets", "is_cold", "sets_for"]
 
 LAUNCHES = 32
 """Launches per graph: a replay costs the GPU a microsecond or two besides its launches, whatever they do."""

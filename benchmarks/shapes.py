@@ -8,6 +8,7 @@ import numpy as np
 __all__ = [
     "ALL_CELLS",
     "CACHE_SLOTS",
+    "INDEX_BYTES",
     "MODELS",
     "PAGE_SIZE",
     "SWEEP_CELLS",

@@ -9,25 +9,31 @@ import importlib.metadata
 import json
 import threading
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numba import cuda, types
 
 from . import disk_cache, driver, settings
-from .kernel import StoreSpec, build_kernel
+from .kernel import StoreSpec
+from .layout import StoreLayout
 
-__all__ = ["EARLY_LAUNCH_SINCE", "LinkedKernel", "compile_ptx", "distribution_version", "link_cubin", "loaded_kernel"]
-
-# Five addresses, five strides in bytes, batch, size limit, skip index: what the kernel takes.
-SIGNATURE = (types.uint64,) * 5 + (types.int64,) * 5 + (types.uint32, types.int64, types.int64)
+__all__ = [
+    "EARLY_LAUNCH_SINCE",
+    "KernelSpec",
+    "LinkedKernel",
+    "compile_ptx",
+    "distribution_version",
+    "link_cubin",
+    "loaded_kernel",
+    "signature",
+]
 
 # griddepcontrol and the launch attribute came with this compute capability.
 EARLY_LAUNCH_SINCE = (9, 0)
 
 # The files whose text decides the machine code.
-KERNEL_SOURCES = ("compiler.py", "device.py", "kernel.py", "layout.py")
-
+KERNEL_SOURCES = ("compiler.py", "device.py", "fp8.py", "kernel.py", "layout.py", "quantised_kernel.py")
 
 # What compiles: Numba, and NVVM and nvJitLink as CUDA 13's wheels name them, then as CUDA 12's do.
 COMPILER_DISTRIBUTIONS = (
@@ -41,6 +47,23 @@ COMPILER_DISTRIBUTIONS = (
 )
 
 
+class KernelSpec(Protocol):
+    """All that one kernel is specialised for; its repr says all of it.
+
+    `parameters` has a struct code per parameter of the kernel: Q, q or I.
+    """
+
+    parameters: str
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def layout(self) -> StoreLayout: ...  # noqa: D102
+
+    def build(self) -> Any: ...  # noqa: D102
+
+
 class LinkedKernel(NamedTuple):
     """Machine code, and what the linker said of it (registers, spills)."""
 
@@ -48,12 +71,24 @@ class LinkedKernel(NamedTuple):
     report: str
 
 
-def compile_ptx(spec: StoreSpec, cc: tuple[int, int]) -> str:
+_TYPES = {"Q": types.uint64, "q": types.int64, "I": types.uint32}
+
+
+def signature(parameters: str) -> tuple[Any, ...]:
+    """Numba's types for a kernel with these parameters."""
+    return tuple(_TYPES[code] for code in parameters)
+
+
+# What the plain store's kernel takes.
+SIGNATURE = signature(StoreSpec.parameters)
+
+
+def compile_ptx(spec: KernelSpec, cc: tuple[int, int]) -> str:
     """PTX of the kernel for `spec`; its entry is `spec.name`."""
     _check_numpy()
     ptx, _ = cuda.compile(
-        build_kernel(spec).py_func,
-        SIGNATURE,
+        spec.build().py_func,
+        signature(spec.parameters),
         device=False,
         abi="numba",
         abi_info={"abi_name": spec.name},
@@ -73,11 +108,11 @@ def link_cubin(ptx: str, cc: tuple[int, int]) -> LinkedKernel:
     return LinkedKernel(bytes(linker.link("cubin").code), linker.get_info_log())
 
 
-_loaded: dict[tuple[StoreSpec, int], int] = {}
+_loaded: dict[tuple[KernelSpec, int], int] = {}
 _lock = threading.RLock()  # a finaliser may store while we compile
 
 
-def loaded_kernel(spec: StoreSpec, device: int) -> int:
+def loaded_kernel(spec: KernelSpec, device: int) -> int:
     """The handle of the kernel for `spec`, loaded on `device`, which must be current.
 
     Compiled once however many threads ask, and kept for the life of the process.
@@ -92,7 +127,7 @@ def loaded_kernel(spec: StoreSpec, device: int) -> int:
     return handle
 
 
-def _cubin(spec: StoreSpec, cc: tuple[int, int]) -> bytes:
+def _cubin(spec: KernelSpec, cc: tuple[int, int]) -> bytes:
     key = cache_key(spec, cc)
     folder = settings.cache_folder()
     cubin = disk_cache.load(folder, key)
@@ -103,7 +138,7 @@ def _cubin(spec: StoreSpec, cc: tuple[int, int]) -> bytes:
     return cubin
 
 
-def cache_key(spec: StoreSpec, cc: tuple[int, int]) -> str:
+def cache_key(spec: KernelSpec, cc: tuple[int, int]) -> str:
     """All that the machine code depends on: specialisation, GPU, compiler versions, our sources."""
     return json.dumps([repr(spec), cc, _versions(), _sources_digest()])
 

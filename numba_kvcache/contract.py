@@ -14,7 +14,21 @@ from typing import Any, NamedTuple
 from .arrays import ArrayFacts, View
 from .layout import INDEX_BITS, check_row_bytes, check_split, integer
 
-__all__ = ["MAX_BATCH", "PlanKey", "Rows", "StoreCase", "as_rows", "check_store"]
+__all__ = [
+    "MAX_BATCH",
+    "ROW_ARRAYS",
+    "Arrangement",
+    "PlanKey",
+    "Rows",
+    "StoreCase",
+    "as_rows",
+    "check_addresses",
+    "check_arrangement",
+    "check_index_type",
+    "check_shapes",
+    "check_skip_index",
+    "check_store",
+]
 
 # The kernel counts groups of threads in 32 bits, and the grid has as many blocks; 2**31 rows of one word are 8 GiB.
 MAX_BATCH = 2**31 - 1
@@ -86,7 +100,7 @@ def check_store(
     if not (k_at and v_at and k_cache_at and v_cache_at and indices_at and 0 < all_bits < 2**64):
         _refuse_addresses((k, v, k_cache, v_cache, indices))
     if indices_at & facts.index_mask:
-        raise ValueError(f"indices must be aligned to {facts.index_mask + 1} bytes, got address {indices_at:#x}")
+        _check_index_address(indices)
     k_bits = k_at | k_cache_at | facts.k_bits
     v_bits = v_at | v_cache_at | facts.v_bits
     if (k_bits | v_bits) & 3:
@@ -180,14 +194,35 @@ def _check_facts(
     all_facts = (k_facts, v_facts, k_cache_facts, v_cache_facts)
     arrays = dict(zip(ROW_ARRAYS, all_facts, strict=True))
     check_split(num_split)
-    if skip_index is not None and not -(2**63) <= skip_index < 2**63:
-        raise ValueError(f"skip_index must be within int64, as indices are, got {skip_index}; None skips no row")
+    if skip_index is not None:
+        check_skip_index(skip_index)
     _check_dtypes(arrays, indices)
-    _check_shapes(arrays, indices)
-    row_dimensions = {name: len(arrays[name.removesuffix("_cache")].shape) - 1 for name in ROW_ARRAYS}
-    rows = {name: as_rows(facts, row_dimensions[name]) for name, facts in arrays.items()}
-    for name in ("k", "v"):
-        check_row_bytes(name, rows[name].row_bytes, num_split)
+    rows = check_shapes(arrays, indices)
+    row_bytes = rows["k"].row_bytes, rows["v"].row_bytes
+    for name, width in zip(("k", "v"), row_bytes, strict=True):
+        check_row_bytes(name, width, num_split)
+    arrangement = check_arrangement(arrays, rows, indices, limit)
+    if arrangement is None:
+        return None
+    batch, strides, index_stride, limit = arrangement
+    k_bits, v_bits = strides[0] | strides[2] | 16, strides[1] | strides[3] | 16
+    arguments = (*strides, index_stride, batch, limit, skip_index or 0)
+    return _Facts(batch, row_bytes, k_bits, v_bits, indices.itemsize - 1, arguments, {})
+
+
+class Arrangement(NamedTuple):
+    """Where the rows of a non-empty call lie: strides in bytes, of the four row arrays and of the indices."""
+
+    batch: int
+    strides: tuple[int, ...]
+    index_stride: int
+    size_limit: int
+
+
+def check_arrangement(
+    arrays: dict[str, ArrayFacts], rows: dict[str, Rows], indices: ArrayFacts, limit: int
+) -> Arrangement | None:
+    """Check all that needs neither dtypes nor addresses, of what check_shapes has passed; None for an empty batch."""
     for name in ("k_cache", "v_cache"):
         if arrays[name].readonly:
             raise ValueError(f"{name} must be writable, got a read-only array")
@@ -204,16 +239,7 @@ def _check_facts(
     strides = tuple(_row_stride(name, arrays[name], rows[name]) for name in ROW_ARRAYS)
     for name, stride in zip(ROW_ARRAYS[2:], strides[2:], strict=True):
         _check_rows_apart(name, rows[name], stride)
-    arguments = (*strides, _index_stride(indices), batch, limit, skip_index or 0)
-    return _Facts(
-        batch,
-        (rows["k"].row_bytes, rows["v"].row_bytes),
-        strides[0] | strides[2] | 16,
-        strides[1] | strides[3] | 16,
-        indices.itemsize - 1,
-        arguments,
-        {},
-    )
+    return Arrangement(batch, strides, _index_stride(indices), limit)
 
 
 def _check_dtypes(arrays: dict[str, ArrayFacts], indices: ArrayFacts) -> None:
@@ -224,11 +250,23 @@ def _check_dtypes(arrays: dict[str, ArrayFacts], indices: ArrayFacts) -> None:
                 f"{name} and k_cache must have one dtype, got {facts.dtype} and {dtype}; rows are moved bit for bit, "
                 "so convert or view them alike first"
             )
+    check_index_type(indices)
+
+
+def check_index_type(indices: ArrayFacts) -> None:
+    """Raise TypeError unless the kernel can read these indices."""
     if indices.dtype not in INDEX_BITS:
         raise TypeError(f"indices must be {' or '.join(INDEX_BITS)}, got {indices.dtype}")
 
 
-def _check_shapes(arrays: dict[str, ArrayFacts], indices: ArrayFacts) -> None:
+def check_skip_index(skip_index: int) -> None:
+    """Raise ValueError unless the kernel can compare an index with it."""
+    if not -(2**63) <= skip_index < 2**63:
+        raise ValueError(f"skip_index must be within int64, as indices are, got {skip_index}; None skips no row")
+
+
+def check_shapes(arrays: dict[str, ArrayFacts], indices: ArrayFacts) -> dict[str, Rows]:
+    """The row arrays as rows; ValueError unless rows, caches and indices fit one another."""
     for name in ("k", "v"):
         if len(arrays[name].shape) not in (2, 3):
             raise ValueError(
@@ -247,6 +285,8 @@ def _check_shapes(arrays: dict[str, ArrayFacts], indices: ArrayFacts) -> None:
             )
     for name in ("k", "v"):
         _check_row_shape(name, arrays[name].shape, arrays[f"{name}_cache"].shape)
+    row_dimensions = {name: len(arrays[name.removesuffix("_cache")].shape) - 1 for name in ROW_ARRAYS}
+    return {name: as_rows(facts, row_dimensions[name]) for name, facts in arrays.items()}
 
 
 def _check_row_shape(name: str, shape: tuple[int, ...], cache_shape: tuple[int, ...]) -> None:
@@ -312,6 +352,24 @@ def _index_stride(indices: ArrayFacts) -> int:
     if stride % indices.itemsize:
         raise ValueError(f"indices must have a stride of whole elements ({indices.itemsize} bytes), got {stride} bytes")
     return stride
+
+
+def check_addresses(views: tuple[View, ...], strides: tuple[int, ...]) -> None:
+    """Raise ValueError unless all five arrays have memory, on the grid of 4 bytes and of whole indices.
+
+    `strides` are those of the four row arrays. (check_store asks the same at less cost, and names what is wrong by the
+    same functions.)
+    """
+    *rows, indices = views
+    _refuse_addresses(views)
+    _refuse_alignment(tuple(rows), strides)
+    _check_index_address(indices)
+
+
+def _check_index_address(indices: View) -> None:
+    address, facts = indices
+    if address % facts.itemsize:
+        raise ValueError(f"indices must be aligned to {facts.itemsize} bytes, got address {address:#x}")
 
 
 def _refuse_addresses(views: tuple[View, ...]) -> None:

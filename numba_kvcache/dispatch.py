@@ -108,25 +108,29 @@ def _report_types() -> None:
             unreported.remove(kind)
 
 
-def _decide(case: StoreCase) -> Launch:
-    """What calls of this case launch, from now on in `case.decision`; the case's device is current."""
-    plan = _plans.get(case.key) or _make_plan(case.key)
-    if case.batch * plan.layout.parts > MAX_BATCH:
-        raise ValueError(f"a batch of {case.batch} rows of this width is too large for one launch; split it")
-    kernel = next(kernel for largest, kernel in plan.bands if case.batch <= largest)
-    decision = case.decision = Launch(kernel, plan.layout.grid(case.batch), plan.layout.block, plan.early_launch)
-    return decision
-
-
 class Plan(NamedTuple):
-    """What calls with one PlanKey launch: a kernel for each band of batches (layout.strategies)."""
+    """What calls with one key launch: a kernel for each band of batches (layout.strategies)."""
 
     bands: tuple[tuple[int, int], ...]
     layout: StoreLayout
     early_launch: bool
 
+    def launch(self, batch: int) -> Launch:
+        """The launch for this many rows."""
+        if batch * self.layout.parts > MAX_BATCH:
+            raise ValueError(f"a batch of {batch} rows of this width is too large for one launch; split it")
+        kernel = next(kernel for largest, kernel in self.bands if batch <= largest)
+        return Launch(kernel, self.layout.grid(batch), self.layout.block, self.early_launch)
+
 
 _plans: dict[PlanKey, Plan] = {}
+
+
+def _decide(case: StoreCase) -> Launch:
+    """What calls of this case launch, from now on in `case.decision`; the case's device is current."""
+    plan = _plans.get(case.key) or _make_plan(case.key)
+    decision = case.decision = plan.launch(case.batch)
+    return decision
 
 
 def _make_plan(key: PlanKey) -> Plan:
@@ -150,13 +154,13 @@ def _layout(key: PlanKey) -> StoreLayout:
 
 
 # Numba's simulator swaps the kernel's globals while it runs one.
-_simulator = threading.RLock()
+simulator_lock = threading.RLock()
 
 
 def _simulate(case: StoreCase, arguments: tuple[int, ...]) -> None:
     layout = _layout(case.key)
     kernel = build_kernel(StoreSpec(layout, case.key.index_bits, early_launch=True, skipping=case.key.skipping))
-    with _simulator:
+    with simulator_lock:
         kernel[layout.grid(case.batch), layout.block](*arguments)
 
 

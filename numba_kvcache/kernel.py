@@ -45,6 +45,9 @@ class StoreSpec:
     strategy: Strategy = PLAIN
     skipping: bool = False
 
+    # Five addresses, five strides in bytes, batch, size limit, skip index.
+    parameters = "QQQQQqqqqqIqq"
+
     @property
     def name(self) -> str:
         """The kernel's symbol, as profilers show it."""
@@ -59,6 +62,10 @@ class StoreSpec:
         if self.strategy.bypass_l1:
             name += "_nl1"
         return name + ("_skip" if self.skipping else "")
+
+    def build(self) -> Any:
+        """The dispatcher."""
+        return build_kernel(self)
 
 
 def make_store_kernel(

@@ -64,7 +64,7 @@ def run_python(code, *, timeout=240, **environment):
 
 
 # The tests of the whole call, which run on whatever back end their process has.
-WHOLE_CALLS = ("test_store.py", "test_errors.py", "test_arrays.py", "test_producers.py")
+WHOLE_CALLS = ("test_store.py", "test_errors.py", "test_arrays.py", "test_producers.py", "test_quantised.py")
 
 
 def run_whole_calls(*, at_least, before="", **environment):

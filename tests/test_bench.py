@@ -653,3 +653,29 @@ def test_the_run_without_a_gpu(tmp_path):
     assert found["exact"]
     assert [cell["k_bytes"] for cell in found["cells"]] == [128, 128, 4096, 4096]
     assert set(found["machine_code"]) == {"128 B", "4096 B"}
+
+
+# bench.py --fp8
+
+
+def test_fp8_cells_count_what_is_moved():
+    from benchmarks.fp8 import CELLS, GOAL_BYTES, Fp8Cell
+
+    # One row of 1,024: 2,048 bytes read and 1,024 written, of K and of V, and an index of 8.
+    assert Fp8Cell("bfloat16", 1024, 1).moved_bytes == 6152
+    assert Fp8Cell("float32", 1024, 2).moved_bytes == 2 * (2 * (4096 + 1024) + 8)
+    assert sum(cell.moved_bytes >= GOAL_BYTES for cell in CELLS) >= 4
+
+
+def test_fp8_goal_line():
+    from benchmarks.fp8 import goal_line
+
+    assert goal_line([0.95, 0.9]).endswith("met, least 0.900")
+    assert goal_line([0.95, 0.89]).endswith("NOT met, least 0.890")
+
+
+@pytest.mark.parametrize("other", [["--quick"], ["--no-host"], ["--json", "x"], ["--plot", "x.png"]])
+def test_fp8_goes_with_no_other_option(other, capsys):
+    with pytest.raises(SystemExit):
+        command_line.parse(["--fp8", *other])
+    assert "--fp8 measures cells of its own" in capsys.readouterr().err

@@ -100,7 +100,7 @@ def load_store(strategy, sleeps, monkeypatch):
     capability = driver.compute_capability(0)
     if sleeps:
         monkeypatch.setattr(kernel, "assertion", sleepy_assertion)
-        monkeypatch.setattr(compiler, "build_kernel", kernel.build_kernel.__wrapped__)
+        monkeypatch.setattr(kernel, "build_kernel", kernel.build_kernel.__wrapped__)
     linked = compiler.link_cubin(compiler.compile_ptx(spec, capability), capability)
     return driver.load_kernel(linked.cubin, spec.name), spec.layout
 

@@ -524,7 +524,7 @@ def test_every_strategy_waits(strategy):
 def test_without_the_wait_stale_data_would_show(strategy, monkeypatch):
     """The control: the same kernel with the wait taken out, launched the same way, stores to the stale slots."""
     monkeypatch.setattr(kernel, "wait_primary", no_wait)
-    monkeypatch.setattr(compiler, "build_kernel", kernel.build_kernel.__wrapped__)
+    monkeypatch.setattr(kernel, "build_kernel", kernel.build_kernel.__wrapped__)
     assert stale_results(Chain(), strategy, repeats=20, microseconds=500) > 0
 
 

@@ -74,7 +74,8 @@ def test_import_writes_nothing(tmp_path):
 def test_public_names():
     code = """
 import numba_kvcache
-names = {"__version__", "can_use_store_kvcache", "make_store_kernel", "show_config", "store_kvcache", "warmup"}
+names = {"__version__", "can_use_store_kvcache", "make_store_kernel", "show_config", "store_kvcache",
+         "store_kvcache_fp8", "warmup"}
 assert set(numba_kvcache.__all__) == names
 assert all(hasattr(numba_kvcache, name) for name in names)
 """
