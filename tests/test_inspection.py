@@ -1,6 +1,7 @@
 """`python -m numba_kvcache inspect`, and the readers of assembly on text small enough to see through."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -275,6 +276,16 @@ def test_inspect_prints_the_code(
     out = capsys.readouterr().out
     assert expected in out
     assert absent not in out
+
+
+@needs_compiler
+@pytest.mark.parametrize("more", [(), ("--skipping",)], ids=["", "skipping"])
+def test_skipping_is_another_kernel(more: tuple[str, ...], capsys: pytest.CaptureFixture) -> None:
+    """By its name, and by its reading one parameter more, the thirteenth."""
+    command_line.main(["inspect", "--row-bytes", "1024", "--ptx", *more])
+    out = capsys.readouterr().out
+    assert bool(re.search(r"\.entry\s+\w+_pdl_skip\b", out)) is bool(more)
+    assert bool(re.search(r"ld\.param\S*\s+\S+, \[\w+_param_12\]", out)) is bool(more)
 
 
 @needs_compiler
