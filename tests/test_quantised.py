@@ -256,7 +256,7 @@ REFUSED = {
     "dtype's kind": (TypeError, "dtype must be one of e4m3, e5m2, by name, got int", {"dtype": 8}),
     "width": (ValueError, "rows of k must have a multiple of 4 elements .* got 62", {"k": ("float16", 5, 124),
               "k_cache": ("uint8", 11, 62)}),
-    "widths differ": (ValueError, "v and v_cache must have one row width", {"v_cache": ("uint8", 11, 32)}),
+    "widths differ": (ValueError, "v and v_cache must have one row shape", {"v_cache": ("uint8", 11, 32)}),
     "rows": (ValueError, "k and indices must have one row count B", {"k": ("float16", 4, 128)}),
     "limit": (ValueError, "size_limit must not exceed", {"size_limit": 12}),
     "skip": (ValueError, "skip_index must be within int64", {"skip_index": 2**63}),
