@@ -14,6 +14,7 @@ Three things are registered with torch:
 call `torch.ops.numba_kvcache.store_kvcache` there.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -88,9 +89,18 @@ def _traced(
     if stream is not None:
         raise ValueError("stream must be None under torch.compile: a compiled graph runs on torch's current stream")
     limit = 0 if size_limit is None else size_limit
-    torch.ops.numba_kvcache.store_kvcache(
-        k, v, k_cache, v_cache, indices, num_split, limit, skip_index=skip_index
-    )
+    torch.ops.numba_kvcache.store_kvcache(k, v, k_cache, v_cache, indices, num_split, limit, skip_index=skip_index)
+
+
+def _leave_untraced(function: Any) -> None:
+    """Keep Dynamo out of a real call, e.g. behind a graph break: it would trace every frame of the Python road."""
+    with contextlib.suppress(ImportError):  # no public name; torch before 2.7 has none at all
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
+_leave_untraced(store_kvcache)
 
 
 @torch.library.register_torch_dispatch("numba_kvcache::store_kvcache", FunctionalTensorMode)
