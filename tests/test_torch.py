@@ -1,4 +1,4 @@
-"""torch.compile: the op, what Dynamo and functionalisation make of a call; on the simulator with CPU tensors, or a GPU."""
+"""torch.compile: the op, and what a compiled graph makes of a call; with CPU tensors on the simulator, or on a GPU."""
 
 import contextlib
 import inspect
@@ -236,7 +236,7 @@ def test_a_named_stream_breaks_the_graph():
     assert torch.equal(stored, k)
     assert torch.equal(caches[1], expected_after(torch.zeros_like(caches[1]), k + 1, slots))
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="stream must be None under torch.compile"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"stream must be None under torch\.compile"):
         torch.compile(store_kvcache_of, backend="aot_eager", fullgraph=True)(k, *caches, slots, 0, stream)
 
 
