@@ -67,9 +67,9 @@ def run_python(code, *, timeout=240, **environment):
 WHOLE_CALLS = ("test_store.py", "test_errors.py", "test_arrays.py", "test_producers.py", "test_quantised.py")
 
 
-def run_whole_calls(*, at_least, before="", **environment):
-    """Run WHOLE_CALLS in a process of their own, after the statements `before`; so many must pass."""
-    files = [str(TESTS / name) for name in WHOLE_CALLS]
+def run_whole_calls(names=WHOLE_CALLS, *, at_least, before="", **environment):
+    """Run test files in a process of their own, after the statements `before`; so many must pass."""
+    files = [str(TESTS / name) for name in names]
     code = f"import sys, pytest\n{before}\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *{files}]))"
     result = run_python(code, timeout=280, **environment)
     output = result.stdout + result.stderr

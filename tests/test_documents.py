@@ -5,7 +5,7 @@ import shlex
 from itertools import groupby
 
 import pytest
-from support import TESTS, needs_compiler, needs_gpu, run_python
+from support import TESTS, needs_compiler, needs_gpu, optional, run_python
 
 ROOT = TESTS.parent
 README = (ROOT / "README.md").read_text()
@@ -18,9 +18,20 @@ def blocks(text, language):
 
 @pytest.mark.parametrize("simulator", ["1", pytest.param("0", marks=needs_gpu)], ids=["simulator", "GPU"])
 def test_readme_example(simulator):
-    (code,) = blocks(README, "python")
+    code = blocks(README, "python")[0]
     assert "store_kvcache(" in code
     result = run_python(code, NUMBA_ENABLE_CUDASIM=simulator)
+    assert result.returncode == 0, result.stderr
+
+
+@needs_gpu
+def test_readme_compiled_example():
+    """The third block, SGLang's, is run by test_sglang.py."""
+    optional("torch")
+    _, code, drop_in = blocks(README, "python")
+    assert "torch.compile" in code
+    assert "memory_pool" in drop_in
+    result = run_python(code)
     assert result.returncode == 0, result.stderr
 
 

@@ -23,6 +23,23 @@ assert not {"torch", "cupy", "jax"} & set(sys.modules), sys.modules.keys()
     assert_runs(code, NUMBA_ENABLE_CUDASIM=simulator)
 
 
+@pytest.mark.parametrize("name", ["torch", "sglang"])
+def test_what_needs_torch_asks_for_it(name):
+    """And for the library: within numba_kvcache/torch.py, `torch` is not that file."""
+    code = f"""
+import importlib, sys
+sys.modules["torch"] = None  # as if it were not installed
+import numba_kvcache
+try:
+    importlib.import_module("numba_kvcache.{name}")
+except ImportError as error:
+    assert error.name == "torch", error
+else:
+    raise SystemExit("no error")
+"""
+    assert_runs(code)
+
+
 @needs_compiler
 def test_import_makes_no_driver_call():
     """Not even cuInit: a process that has called it cannot fork and use the GPU in the child."""
