@@ -1,6 +1,5 @@
-"""The drop-in for SGLang's store_cache: meanings on any back end, and on a GPU a grid like that of SGLang's own tests."""
+"""The drop-in for SGLang's store_cache: meanings on any back end; on a GPU a grid like that of SGLang's own tests."""
 
-import inspect
 import logging
 import sys
 import time
@@ -16,9 +15,6 @@ torch = pytest.importorskip("torch", reason="torch is optional and not installed
 kvcache = pytest.importorskip("numba_kvcache.sglang")
 
 DEVICE = "cuda" if ON_GPU else "cpu"
-has_skip = pytest.mark.skipif(
-    "skip_index" not in inspect.signature(store_kvcache).parameters, reason="store_kvcache has no skip_index"
-)
 
 
 def random_rows(rows, width, dtype, seed):
@@ -93,7 +89,6 @@ def test_the_reserved_slot_is_passed_on(reserved, passed, monkeypatch):
     assert calls == [((1, 7), passed)]
 
 
-@has_skip
 @needs_kernels
 @pytest.mark.parametrize("reserved", [0, 6])
 def test_rows_aimed_at_the_reserved_slot_are_not_written(reserved):

@@ -18,9 +18,6 @@ OP = torch.ops.numba_kvcache.store_kvcache.default
 
 # Inductor compiles C++ on a CPU: minutes, and a compiler that CI may lack.
 on_both = pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=needs_gpu)])
-has_skip = pytest.mark.skipif(
-    "skip_index" not in inspect.signature(store_kvcache).parameters, reason="store_kvcache has no skip_index"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +74,7 @@ def test_the_traced_function_takes_what_the_plain_one_takes():
         for function in (store_kvcache, compiled_graphs._traced)
     )
     assert {name: traced.get(name) for name in plain} == plain
-    assert set(traced) - set(plain) <= {"skip_index"}
+    assert set(traced) == set(plain)
 
 
 def test_schema():
@@ -299,7 +296,7 @@ def test_eager_stores(store, mode):
             assert not cache.requires_grad
 
 
-@pytest.mark.parametrize(("given", "passed"), [({}, {}), ({"skip_index": -1}, {"skip_index": -1})])
+@pytest.mark.parametrize(("given", "passed"), [({}, {"skip_index": None}), ({"skip_index": -1}, {"skip_index": -1})])
 def test_the_op_passes_on_the_slot_to_skip(given, passed, monkeypatch):
     calls = []
     monkeypatch.setattr(compiled_graphs, "store_kvcache", lambda *arguments, **options: calls.append(options))
@@ -308,7 +305,6 @@ def test_the_op_passes_on_the_slot_to_skip(given, passed, monkeypatch):
     assert calls == [passed]
 
 
-@has_skip
 @needs_kernels
 @on_both
 @pytest.mark.parametrize("arrangement", [separate, views_of_one_buffer])
