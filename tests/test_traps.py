@@ -144,7 +144,7 @@ def fall_into(trap):
     warmup(ROW, index_dtype=trap.dtype)
     make = torch_views if trap.road == "torch op" else numba_views
     arrays = make(memory, offsets, rows, slots.dtype)
-    call = store_by(trap, make)
+    call = store_by(trap)
     launches = count_python_launches()
     if trap.graph:
         call = captured_by(call, "torch" if trap.road == "torch op" else "driver")
@@ -158,7 +158,6 @@ def fall_into(trap):
 
 def numba_views(memory, offsets, rows, index_dtype):
     """The four row arrays and the indices, as Numba device arrays over the mapped pool."""
-
     arrays = [
         gpu_view(memory, offset, (count, ROW // 4), (ROW, 4), np.dtype("uint32"))
         for offset, count in zip(offsets, rows, strict=False)
@@ -181,7 +180,7 @@ def torch_views(memory, offsets, rows, index_dtype):
     return [*arrays, integers.as_strided(rows[:1], (1,), offsets[4] // index_dtype.itemsize)]
 
 
-def store_by(trap, make):
+def store_by(trap):
     """The function that stores by the case's road, warm."""
     if trap.road == "torch op":
         import torch
