@@ -5,10 +5,11 @@ import shutil
 import threading
 from pathlib import Path
 
+import numba
 import pytest
-from support import run_python
+from support import needs_compiler, run_python
 
-from numba_kvcache import disk_cache, settings
+from numba_kvcache import disk_cache, fast_road, settings
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="owner and mode bits are POSIX")
 
@@ -311,3 +312,42 @@ def test_where_the_folder_is(variables, expected, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert str(settings.cache_folder.__wrapped__()) == expected
+
+
+# Numba's own cache, of the fast road: a pickle and machine code, which it loads as they are.
+
+
+@needs_compiler
+@pytest.mark.parametrize(("mode", "ours"), [(0o700, True), (0o755, True), (0o775, False), (0o777, False)])
+def test_numbas_cache_in_a_folder_that_others_may_write(tmp_path, monkeypatch, mode, ours):
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path / "numba"))
+    monkeypatch.setattr(disk_cache, "only_ours", lambda f: disk_cache._only_ours([(0, f.stat().st_mode)], 0))
+    fast_road._numbas_cache_is_ours()  # makes the folder
+    (folder,) = (tmp_path / "numba").iterdir()
+    folder.chmod(mode)
+    assert fast_road._numbas_cache_is_ours() is ours
+
+
+@needs_compiler
+def test_numbas_cache_beside_the_source_is_as_safe_as_the_source(monkeypatch):
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", "")
+    monkeypatch.setattr(disk_cache, "only_ours", lambda folder: False)
+    assert fast_road._numbas_cache_is_ours()
+
+
+@needs_compiler
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is POSIX")
+def test_a_forked_child_has_no_plans_of_the_fast_road():
+    code = """
+import os
+from numba_kvcache import fast_road, native
+fast_road._state[native.PLANS // 8 + 5] = 7
+fast_road._state[native.PLANS // 8 - 1] = 7
+child = os.fork()
+if child == 0:
+    os._exit(int(fast_road._state[native.PLANS // 8 :].any()) + 2 * int(fast_road._state[native.PLANS // 8 - 1] != 7))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert fast_road._state[native.PLANS // 8 + 5] == 7
+"""
+    result = run_python(code)
+    assert (result.returncode, result.stderr) == (0, "")
