@@ -652,34 +652,6 @@ def test_another_gpu_than_the_current_one():
         store_kvcache(k.to("cuda:0"), v, *caches, slots)
 
 
-def test_cold_first_calls_of_many_threads_compile_once(monkeypatch):
-    compiled, real = [], compiler.compile_ptx
-    monkeypatch.setattr(settings, "cache_folder", lambda: None)
-    monkeypatch.setattr(compiler, "compile_ptx", lambda spec, cc: compiled.append(spec) or real(spec, cc))
-    calls = [(make_rows(3, 7, 1004), index_array([6, 0, 3])[1]) for _ in range(8)]
-    barrier, failures = threading.Barrier(8), []
-
-    def work(rows, indices):
-        barrier.wait()
-        try:
-            store_kvcache(*(r.array for r in rows), indices)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    cuda.synchronize()
-    assert failures == []
-    assert len(compiled) == len(set(compiled)) > 0
-    for rows, _ in calls:
-        for source, cache in zip(rows[:2], rows[2:], strict=True):
-            expect_store(source, cache, [6, 0, 3])
-            cache.memory.check()
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # REPORTS 19: noise. (All tests here run with warnings as errors.)
 
@@ -697,94 +669,6 @@ def test_users_own_small_kernel_still_warns():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# REPORTS 23: processes.
-
-STORE = """
-import numpy as np
-from numba import cuda
-from numba_kvcache import store_kvcache
-def arrays():
-    k, v = (np.arange(i, i + 512, dtype=np.int32).reshape(4, 128) for i in (1, 1000))
-    caches = [cuda.to_device(np.zeros((9, 128), np.int32)) for _ in range(2)]
-    return k, v, caches, cuda.to_device(np.array([5, 0, 2, 7]))
-def store():
-    k, v, caches, indices = arrays()
-    store_kvcache(cuda.to_device(k), cuda.to_device(v), *caches, indices)
-    return k, v, caches
-def check(k, v, caches):
-    for source, cache in zip((k, v), caches):
-        now = cache.copy_to_host()
-        assert np.array_equal(now[[5, 0, 2, 7]], source) and not now[[1, 3, 4, 6, 8]].any()
-"""
-
-
-def test_import_makes_no_context():
-    code = """
-import numba_kvcache
-from cuda.bindings import driver as cu
-assert cu.cuCtxGetCurrent()[0] == cu.CUresult.CUDA_ERROR_NOT_INITIALIZED
-cu.cuInit(0)
-status, flags, active = cu.cuDevicePrimaryCtxGetState(cu.cuDeviceGet(0)[1])
-assert status == cu.CUresult.CUDA_SUCCESS and active == 0
-"""
-    result = run_python(code)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-def test_fork_after_import():
-    code = STORE + """
-import os
-child = os.fork()
-if child == 0:
-    check(*store())
-    os._exit(23)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 23
-"""  # fmt: skip
-    result = run_python(code)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-@pytest.mark.parametrize("end", ["check(*store())", "store()", "for _ in range(200): kept = store()"])
-def test_exit(end):
-    result = run_python(STORE + end)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-
-def test_exit_after_the_fast_road_is_in_force():
-    code = STORE + "from numba_kvcache import fast_road\nstore()\nfast_road.wait()\nstore()"
-    result = run_python(code)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-
-def test_exit_by_exception():
-    result = run_python(STORE + "store()\n1 / 0")
-    assert result.returncode == 1
-    assert result.stderr.startswith("Traceback (most recent call last):")
-    assert result.stderr.endswith("ZeroDivisionError: division by zero\n")
-    assert result.stderr.count("Traceback") == 1
-
-
-def test_second_process_does_not_compile(tmp_path):
-    """The disk cache, end to end."""
-    cache = str(tmp_path / "cache")
-    assert run_python(STORE + "check(*store())", NUMBA_KVCACHE_CACHE_DIR=cache).returncode == 0
-    blocked = STORE + "from numba_kvcache import compiler\ncompiler.compile_ptx = None\ncheck(*store())"
-    result = run_python(blocked, NUMBA_KVCACHE_CACHE_DIR=cache)
-    assert result.returncode == 0, result.stderr
-    # And the same script without the cache fails, so the block does block.
-    assert run_python(blocked, NUMBA_KVCACHE_CACHE_DIR="").returncode != 0
-
-
-@pytest.mark.parametrize("damage", ["truncated", "empty"])
-def test_damaged_cache_costs_a_compile(tmp_path, damage):
-    cache = tmp_path / "cache"
-    assert run_python(STORE + "check(*store())", NUMBA_KVCACHE_CACHE_DIR=str(cache)).returncode == 0
-    for path in cache.glob("*.cubin"):
-        path.write_bytes(path.read_bytes()[:1000] if damage == "truncated" else b"")
-    result = run_python(STORE + "check(*store())", NUMBA_KVCACHE_CACHE_DIR=str(cache))
-    assert result.returncode == 0, result.stderr
-
-
 # The whole call again, each way that a switch or a machine may take it.
 
 
