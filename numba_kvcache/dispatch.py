@@ -150,14 +150,14 @@ def _layout(key: PlanKey) -> StoreLayout:
     return plan_store(key.k_row_bytes, key.v_row_bytes, key.num_split, key.k_alignment, key.v_alignment)
 
 
-# Numba's simulator swaps the kernel's globals while it runs one.
+# Numba's simulator swaps the globals of kernel.py while it runs a kernel, `cuda.jit` among them: none is built then.
 _simulator = threading.RLock()
 
 
 def _simulate(request: StoreRequest) -> None:
     layout = _layout(request.key)
-    kernel = build_kernel(StoreSpec(layout, request.key.index_bits, early_launch=True))
     with _simulator:
+        kernel = build_kernel(StoreSpec(layout, request.key.index_bits, early_launch=True))
         kernel[layout.grid(request.batch), layout.block](*request.arguments)
 
 
