@@ -75,9 +75,9 @@ def tally(what, **counts):
 WHOLE_CALLS = ("test_store.py", "test_errors.py", "test_arrays.py")
 
 
-def run_whole_calls(*, at_least, before="", **environment):
-    """Run WHOLE_CALLS in a process of their own, after the statements `before`; so many must pass."""
-    files = [str(TESTS / name) for name in WHOLE_CALLS]
+def run_whole_calls(*, at_least, before="", files=WHOLE_CALLS, **environment):
+    """Run the tests of `files` in a process of their own, after the statements `before`; so many must pass."""
+    files = [str(TESTS / name) for name in files]
     code = f"import sys, pytest\n{before}\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *{files}]))"
     result = run_python(code, timeout=280, **environment)
     output = result.stdout + result.stderr

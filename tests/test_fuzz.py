@@ -18,12 +18,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from support import (
     ON_GPU,
-    TESTS,
-    needs_compiler,
     needs_gpu,
     needs_kernels,
     needs_simulator,
-    run_python,
     synchronize,
     tally,
 )
@@ -165,14 +162,3 @@ def test_a_wrong_store_would_show(wrong, monkeypatch):
     monkeypatch.setattr(fuzzing, "store_kvcache", spoiled)
     with pytest.raises(AssertionError, match=rf"1 bytes differ, the first at offsets \[{at}\]"):
         arena.play(case)
-
-
-@needs_compiler
-def test_fuzz_on_the_simulator():
-    """In a process of its own, as test_simulator.py has it."""
-    code = (
-        f"import sys, pytest\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', {str(TESTS / 'test_fuzz.py')!r}]))"
-    )
-    result = run_python(code, timeout=280, NUMBA_ENABLE_CUDASIM="1", NUMBA_KVCACHE_FUZZ_SEED=str(SEED))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "5 passed" in result.stdout, result.stdout
