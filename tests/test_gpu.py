@@ -250,6 +250,29 @@ def test_torch_current_stream(side):
             np.testing.assert_array_equal(cache.cpu().numpy(), expected)
 
 
+@small_grids
+@pytest.mark.parametrize("owner", ["torch", "numba"])
+def test_arguments_of_two_libraries_follow_the_owner_of_k_cache(owner):
+    """k, v and indices are Numba's, the caches one of each; a torch side stream is current, but that is not enough."""
+    torch = optional("torch")
+    chain = Chain()
+    k, v, k_cache, v_cache, indices = chain.arguments()
+    k, v, *caches = (array.view(np.int32) for array in (k, v, k_cache, v_cache))  # torch's type of that size
+    which = 0 if owner == "torch" else 1
+    caches[which] = torch.as_tensor(caches[which], device="cuda")
+    store_kvcache(k, v, *(cuda.to_device(np.zeros((16, 256), np.int32)) for _ in range(2)), indices)  # warm
+    side = torch.cuda.Stream()
+    stream = cuda.external_stream(side.cuda_stream) if owner == "torch" else cuda.default_stream()
+    cuda.synchronize()
+    with torch.cuda.stream(side):
+        for i in range(50):
+            chain.fill(late_fill, 1000 * (i + 1), stream)
+            store_kvcache(k, v, *caches, indices)
+            results = chain.results(stream)
+            stream.synchronize()
+            np.testing.assert_array_equal(results, chain.expected(1000 * (i + 1)))
+
+
 @pytest.mark.parametrize("side", [True, False], ids=["side stream", "default stream"])
 def test_cupy_current_stream(side):
     cupy = optional("cupy")

@@ -7,7 +7,7 @@ row i is a mix of i and j, and whatever is not written keeps a sentinel.
 import numpy as np
 import pytest
 from numba import cuda
-from support import SIMULATED, make_rows, needs_gpu, store_and_check
+from support import SIMULATED, make_rows, needs_gpu, store_and_check, tally
 from test_gpu import gpu_view
 
 from numba_kvcache import driver, store_kvcache
@@ -86,6 +86,7 @@ def test_strides_past_32_bits(pitch, rows, index_dtype):
         for row, slot in enumerate(slots):
             expected[into[slot]] = source[row]
         np.testing.assert_array_equal(cache.copy_to_host(), expected)
+    tally("huge", pitch=pitch, rows=rows)
 
 
 def test_an_index_stride_past_32_bits():
@@ -162,6 +163,7 @@ def test_many_rows_and_slots(batch, slots, width, split, index_dtype):
     wrong = cuda.to_device(np.zeros(1, np.int64))
     count_wrong[2048, 256](k_cache, v_cache, width, slots, inverse, batch, wrong)
     assert wrong.copy_to_host()[0] == 0
+    tally("huge", batch=batch, slots=slots, row_bytes=4 * width)
 
 
 def test_a_wrong_word_would_be_counted():
