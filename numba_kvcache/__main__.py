@@ -1,7 +1,9 @@
 """`python -m numba_kvcache inspect`: the layout and the machine code of one specialisation, without a GPU."""
 
 import argparse
+import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -47,9 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code.add_argument("--sass", action="store_true", help="print the machine code instead (needs nvdisasm)")
     options = parser.parse_args(arguments)
     try:
-        print(_answer(options))
+        _print(_answer(options))
     except (ValueError, RuntimeError) as error:
         inspect.error(" ".join(str(error).split()))
+
+
+def _print(text: str) -> None:
+    """Print, and end quietly where the reader (`| head`) has seen enough."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Or the interpreter would flush what is left on its way out, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def _compute_capability(text: str) -> tuple[int, int]:

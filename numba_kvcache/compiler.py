@@ -3,11 +3,13 @@
 nvJitLink makes machine code for the GPU at hand, so a driver older than the toolkit still loads it.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -86,23 +88,27 @@ SIGNATURE = signature(StoreSpec.parameters)
 def compile_ptx(spec: KernelSpec, cc: tuple[int, int]) -> str:
     """PTX of the kernel for `spec`; its entry is `spec.name`."""
     _check_numpy()
-    ptx, _ = cuda.compile(
-        spec.build().py_func,
-        signature(spec.parameters),
-        device=False,
-        abi="numba",
-        abi_info={"abi_name": spec.name},
-        cc=cc,
-        output="ptx",
-        launch_bounds=spec.layout.block,
-    )
+    with _toolkit():
+        ptx, _ = cuda.compile(
+            spec.build().py_func,
+            signature(spec.parameters),
+            device=False,
+            abi="numba",
+            abi_info={"abi_name": spec.name},
+            cc=cc,
+            output="ptx",
+            launch_bounds=spec.layout.block,
+        )
     return str(ptx)
 
 
 def link_cubin(ptx: str, cc: tuple[int, int]) -> LinkedKernel:
     """Machine code for compute capability `cc` from PTX."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
+    from cuda.pathfinder import load_nvidia_dynamic_lib
 
+    with _toolkit():  # without it, cuda.core would warn and take the driver's linker, which knows no newer PTX
+        load_nvidia_dynamic_lib("nvJitLink")
     options = LinkerOptions(arch=f"sm_{cc[0]}{cc[1]}", verbose=True)
     linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
     return LinkedKernel(bytes(linker.link("cubin").code), linker.get_info_log())
@@ -123,11 +129,25 @@ def loaded_kernel(spec: KernelSpec, device: int) -> int:
             handle = _loaded.get((spec, device))
             if handle is None:
                 cubin = _cubin(spec, driver.compute_capability(device))
-                handle = _loaded[spec, device] = driver.load_kernel(cubin, spec.name)
+                handle = _loaded[spec, device] = _load(cubin, spec.name)
     return handle
 
 
+def _load(cubin: bytes, name: str) -> int:
+    try:
+        return driver.load_kernel(cubin, name)
+    except RuntimeError as error:
+        driver_major, toolkit = int(driver.driver_version().split(".")[0]), _toolkit_major()
+        if toolkit <= driver_major:
+            raise
+        raise RuntimeError(
+            f"{error}; the driver serves CUDA {driver.driver_version()}, and the installed compiler is of CUDA "
+            f"{toolkit}: update the driver, or pip install 'numba-cuda[cu{driver_major}]'"
+        ) from error
+
+
 def _cubin(spec: KernelSpec, cc: tuple[int, int]) -> bytes:
+    _check_gpu(cc)
     key = cache_key(spec, cc)
     folder = settings.cache_folder()
     cubin = disk_cache.load(folder, key)
@@ -171,3 +191,49 @@ def _check_numpy() -> None:
             f"numba-cuda {distribution_version('numba-cuda')} cannot compile under NumPy {np.__version__}, which no "
             "longer has row_stack; install an older one: pip install 'numpy<2.5'"
         )
+
+
+# PTX has `L1::no_allocate` from 7.0 on; CUDA 13's compiler begins at 7.5.
+OLDEST_GPU, OLDEST_GPU_OF_CUDA_13 = (7, 0), (7, 5)
+
+
+def _check_gpu(cc: tuple[int, int]) -> None:
+    """RuntimeError for a GPU that is too old for the package, or for the installed compiler."""
+    found = f"the GPU has compute capability {cc[0]}.{cc[1]}"
+    if cc < OLDEST_GPU:
+        raise RuntimeError(f"{found}, and {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer is needed")
+    if cc < OLDEST_GPU_OF_CUDA_13 and _toolkit_major() >= 13:
+        raise RuntimeError(
+            f"{found}, which the installed compiler, of CUDA {_toolkit_major()}, no longer serves; install CUDA 12's: "
+            "pip install 'numba-cuda[cu12]'"
+        )
+
+
+def _toolkit_major() -> int:
+    """The major version of the toolkit whose compiler is installed as wheels, 0 for none."""
+    if _versions()["nvidia-nvvm"] != "none":
+        return int(_versions()["nvidia-nvvm"].split(".")[0])
+    return 12 if _versions()["nvidia-cuda-nvcc-cu12"] != "none" else 0
+
+
+@contextlib.contextmanager
+def _toolkit() -> Iterator[None]:
+    """Turn a library of the toolkit that is not there into an error that says how to install it."""
+    from cuda.pathfinder import DynamicLibNotFoundError
+    from numba.cuda.cudadrv.error import NvvmSupportError
+
+    try:
+        yield
+    except (DynamicLibNotFoundError, NvvmSupportError) as error:
+        raise RuntimeError(
+            f"the CUDA toolkit's compiler was not found: {str(error).splitlines()[0]}; it comes as wheels: "
+            f"pip install 'numba-cuda[cu{_driver_major() or 13}]'"
+        ) from error
+
+
+def _driver_major() -> int:
+    """12 or 13: the newest toolkit that the driver serves; 0 without one."""
+    try:
+        return min(13, max(12, int(driver.driver_version().split(".")[0])))
+    except Exception:  # cuda.bindings raises types of its own when the driver's library is absent
+        return 0

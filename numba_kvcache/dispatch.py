@@ -153,14 +153,14 @@ def _layout(key: PlanKey) -> StoreLayout:
     return plan_store(key.k_row_bytes, key.v_row_bytes, key.num_split, key.k_alignment, key.v_alignment)
 
 
-# Numba's simulator swaps the kernel's globals while it runs one.
+# Numba's simulator swaps the globals of kernel.py while it runs a kernel, `cuda.jit` among them: none is built then.
 simulator_lock = threading.RLock()
 
 
 def _simulate(case: StoreCase, arguments: tuple[int, ...]) -> None:
     layout = _layout(case.key)
-    kernel = build_kernel(StoreSpec(layout, case.key.index_bits, early_launch=True, skipping=case.key.skipping))
     with simulator_lock:
+        kernel = build_kernel(StoreSpec(layout, case.key.index_bits, early_launch=True, skipping=case.key.skipping))
         kernel[layout.grid(case.batch), layout.block](*arguments)
 
 

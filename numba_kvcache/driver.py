@@ -5,6 +5,7 @@ Nothing here runs at import: the first call initialises the driver, and without 
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,15 +46,57 @@ def describe(status: int) -> str:
     return f"the CUDA driver reports {code.name} ({status}): {text.decode() if text else 'no description'}"
 
 
+# What cuLaunchKernelEx and libraries of kernels need: CUDA 12.0, which came with driver 525.
+OLDEST_DRIVER = 12000
+
+_forked = False
+"""Whether this process is a child, made by fork, of one that had initialised the driver."""
+
+
 @functools.cache
 def initialise() -> None:
-    """Initialise the driver; RuntimeError with the reason where there is none, or no GPU."""
+    """Initialise the driver; RuntimeError with reason and remedy where there is none, an old one, or no GPU."""
+    if _forked:
+        raise RuntimeError(_FORKED)
     try:
-        check(cu.cuInit(0))
+        status = cu.cuInit(0)[0]
+        version = check(cu.cuDriverGetVersion()) if status == cu.CUresult.CUDA_SUCCESS else OLDEST_DRIVER
     except Exception as error:  # cuda.bindings raises types of its own when the driver's library is absent
+        raise RuntimeError(f"no usable CUDA GPU: {' '.join(str(error).split()).rstrip('.')}. {_NO_DRIVER}") from error
+    if status == cu.CUresult.CUDA_ERROR_NOT_INITIALIZED:  # cuInit says so in a forked child alone
+        raise RuntimeError(_FORKED)
+    if status != cu.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"no usable CUDA GPU: {describe(int(status))}. {_NO_DRIVER}")
+    if version < OLDEST_DRIVER:
         raise RuntimeError(
-            f"no usable CUDA GPU: {error} To run without one, set NUMBA_ENABLE_CUDASIM=1 before Numba is imported."
-        ) from error
+            f"no usable CUDA GPU: the driver serves CUDA {_dotted(version)}, and {_dotted(OLDEST_DRIVER)} or newer is "
+            "needed; update the NVIDIA driver to 525 or newer (nvidia-smi shows what is installed)"
+        )
+
+
+_NO_DRIVER = (
+    "A GPU needs NVIDIA's driver 525 or newer, and must be visible to this process (nvidia-smi, CUDA_VISIBLE_DEVICES). "
+    "To run without one, set NUMBA_ENABLE_CUDASIM=1 before Numba is imported."
+)
+_FORKED = (
+    "this process was forked from one that had already used CUDA, which CUDA does not survive; start workers with "
+    "multiprocessing.get_context('spawn'), or fork before the first call that needs the GPU"
+)
+
+
+def _after_fork_in_child() -> None:
+    """What the parent's driver said does not hold here."""
+    global _forked
+    _forked = _forked or initialise.cache_info().currsize > 0
+    initialise.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 @functools.cache
@@ -122,8 +165,7 @@ def device_name(device: int) -> str:
 
 def driver_version() -> str:
     """The CUDA version that the driver serves, e.g. "13.0"."""
-    version = int(check(cu.cuDriverGetVersion()))
-    return f"{version // 1000}.{version % 1000 // 10}"
+    return _dotted(int(check(cu.cuDriverGetVersion())))
 
 
 def current_context() -> int:

@@ -6,18 +6,20 @@ cannot be, `status()` says why and the Python road serves every call.
 """
 
 import ctypes
+import os
 import platform
 import sys
 import sysconfig
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
 import numpy as np
 from numba import cfunc, types
 
-from . import driver, native, settings
+from . import disk_cache, driver, native, settings
 from .launch import EARLY_LAUNCH
 from .layout import StoreLayout
 
@@ -113,6 +115,15 @@ def remember_plan(
         _write(row, first, second, context, layout.block, layout.groups, layout.parts, attributes)
         _write(row + native.PLAN_BANDS, *(word for band in bands for word in band))
         _write(row + native.PLAN_USED, 1)
+
+
+def _forget_plans() -> None:
+    """In a child of fork the parent's contexts are lost: the Python road says so."""
+    _state[native.PLANS // 8 :] = 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_plans)
 
 
 def _key_words(
@@ -241,11 +252,23 @@ def compile_entry() -> int:
     _register()
     signature = types.int64(types.int64, types.int64, types.int64, types.int64)
     try:
-        compiled = cfunc(signature, cache=True)(native.entry)
+        compiled = cfunc(signature, cache=_numbas_cache_is_ours())(native.entry)
     except Exception:  # Numba finds no folder that it may write to, or a damaged file in it
         compiled = cfunc(signature)(native.entry)
     _keep.append(compiled)
     return int(compiled.address)
+
+
+def _numbas_cache_is_ours() -> bool:
+    """Whether the folder where Numba would keep the code is as safe as the package's source.
+
+    Beside the source it is by definition: who can write there can put a .pyc in Python's way. In a folder of its own
+    (NUMBA_CACHE_DIR, or the user's cache folder), what is loaded is a pickle, which nobody else may have written.
+    """
+    from numba.core.caching import FunctionCache
+
+    folder = Path(FunctionCache(native.entry).cache_path)
+    return folder == Path(native.__file__).parent / "__pycache__" or disk_cache.only_ours(folder)
 
 
 def _register() -> None:

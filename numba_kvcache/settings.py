@@ -3,6 +3,7 @@
 import functools
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from numba import config
 
@@ -12,16 +13,38 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 """NUMBA_ENABLE_CUDASIM: kernels run on Numba's simulator. Numba fixes this when it is imported."""
 
 
+class _Switches(NamedTuple):
+    early_launch: bool
+    native: bool
+
+
 @functools.cache
+def _switches() -> _Switches:
+    """Both at once, so that a word that is neither on nor off is refused by every call, whichever switch it is of."""
+    return _Switches(
+        _is_on("NUMBA_KVCACHE_EARLY_LAUNCH", os.environ.get("NUMBA_KVCACHE_EARLY_LAUNCH", "1")),
+        _is_on("NUMBA_KVCACHE_NATIVE", os.environ.get("NUMBA_KVCACHE_NATIVE", "1")),
+    )
+
+
+_WORDS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
+
+
+def _is_on(name: str, value: str) -> bool:
+    try:
+        return _WORDS[value.strip().lower() or "1"]
+    except KeyError:
+        raise ValueError(f"{name} must be one of {', '.join(_WORDS)}, got {value!r}; unset, it is on") from None
+
+
 def early_launch() -> bool:
     """NUMBA_KVCACHE_EARLY_LAUNCH: 0 turns early launch (PDL) off; otherwise it is on where the GPU has it."""
-    return os.environ.get("NUMBA_KVCACHE_EARLY_LAUNCH", "1") != "0"
+    return _switches().early_launch
 
 
-@functools.cache
 def native() -> bool:
     """NUMBA_KVCACHE_NATIVE: 0 leaves every call to the Python road; see native.py."""
-    return os.environ.get("NUMBA_KVCACHE_NATIVE", "1") != "0"
+    return _switches().native
 
 
 @functools.cache

@@ -10,6 +10,8 @@ import pytest
 _cache = os.environ.get("NUMBA_KVCACHE_TEST_CACHE") or tempfile.mkdtemp(prefix="numba_kvcache_tests_")
 _owns_cache = "NUMBA_KVCACHE_TEST_CACHE" not in os.environ
 os.environ["NUMBA_KVCACHE_CACHE_DIR"] = os.environ["NUMBA_KVCACHE_TEST_CACHE"] = _cache
+# Where hypothesis would keep what it learns of the sources it tests.
+os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = os.path.join(_cache, "hypothesis")
 
 
 @pytest.hookimpl(trylast=True)
@@ -19,6 +21,7 @@ def pytest_sessionfinish():
 
 
 def pytest_report_header():
+    from fuzzing import SEED
     from support import BACKEND
 
-    return f"numba_kvcache back end: {BACKEND}"
+    return [f"numba_kvcache back end: {BACKEND}", f"NUMBA_KVCACHE_FUZZ_SEED={SEED}"]

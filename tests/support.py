@@ -1,5 +1,6 @@
 """What the tests share: which back end this process has, memory that shows every byte written, a plain-loop oracle."""
 
+import json
 import math
 import os
 import re
@@ -61,6 +62,14 @@ def run_python(code, *, timeout=240, **environment):
         [sys.executable, "-c", code],
         env=child_environment(**environment), capture_output=True, text=True, timeout=timeout, check=False,
     )  # fmt: skip
+
+
+def tally(what, **counts):
+    """Add a line to the file that NUMBA_KVCACHE_TALLY names, if any: what was tried, and how much of it."""
+    path = os.environ.get("NUMBA_KVCACHE_TALLY")
+    if path:
+        with open(path, "a") as file:
+            file.write(json.dumps({"what": what, "back end": BACKEND, **counts}) + "\n")
 
 
 # The tests of the whole call, which run on whatever back end their process has.

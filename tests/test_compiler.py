@@ -1,10 +1,15 @@
 """compiler.py up to the load, which needs no GPU: names, keys, what the PTX holds. (SASS: test_machine_code.py.)"""
 
+import concurrent.futures
+import contextlib
+import os
 import re
+import shutil
+import warnings
 
 import numpy as np
 import pytest
-from support import needs_compiler
+from support import TESTS, needs_compiler, run_python, tally
 
 from numba_kvcache import compiler, disk_cache, driver, make_store_kernel, settings
 from numba_kvcache.kernel import StoreSpec
@@ -157,8 +162,6 @@ def test_key_depends_on_every_kernel_source(name, monkeypatch):
 @pytest.fixture
 def _no_driver(monkeypatch):
     """relaxed_capture asks the driver, which is not there."""
-    import contextlib
-
     monkeypatch.setattr(driver, "relaxed_capture", contextlib.nullcontext)
 
 
@@ -169,6 +172,83 @@ def test_second_process_reads_the_cubin(tmp_path, monkeypatch):
     assert disk_cache.load(tmp_path / "cache", compiler.cache_key(SPEC, CC)) == first
     monkeypatch.setattr(compiler, "compile_ptx", None)  # a call would fail
     assert compiler._cubin(SPEC, CC) == first
+
+
+OTHER = SPECS["odd"]
+
+
+def is_kernel(cubin, spec):
+    """(The bytes are no measure: Numba numbers what it compiles, and puts the numbers into symbols.)"""
+    return cubin[:4] == b"\x7fELF" and [s for s in (SPEC, OTHER) if s.name.encode() in cubin] == [spec]
+
+
+def cached_pair(folder, monkeypatch):
+    """The files of two kernels, and their machine code."""
+    monkeypatch.setattr(settings, "cache_folder", lambda: folder)
+    right = {spec: compiler._cubin(spec, CC) for spec in (SPEC, OTHER)}
+    assert all(is_kernel(cubin, spec) for spec, cubin in right.items())
+    files = [folder / disk_cache._name(compiler.cache_key(spec, CC)) for spec in (SPEC, OTHER)]
+    assert sorted(files) == sorted(folder.iterdir())
+    return files, right
+
+
+@pytest.mark.usefixtures("_no_driver")
+@pytest.mark.parametrize("fault", ["swapped", "truncated", "garbage", "bare cubin", "another version's", "deleted"])
+def test_a_faulty_cache_never_gives_a_wrong_kernel(tmp_path, monkeypatch, fault):
+    """A compile at worst, without a word, and the cache is whole again afterwards."""
+    folder = tmp_path / "cache"
+    (first, second), right = cached_pair(folder, monkeypatch)
+    a, b = first.read_bytes(), second.read_bytes()
+    if fault == "swapped":
+        first.write_bytes(b)
+        second.write_bytes(a)
+    elif fault == "truncated":
+        first.write_bytes(a[:-1])
+        second.write_bytes(b[:40])
+    elif fault == "garbage":
+        first.write_bytes(bytes(len(a)))
+        second.write_bytes(b"\x7fELF")
+    elif fault == "bare cubin":  # machine code without a digest
+        first.write_bytes(right[OTHER])
+        second.write_bytes(right[SPEC])
+    elif fault == "another version's":
+        key = compiler.cache_key(SPEC, CC).replace("numba-cuda", "numba-cuda of before")
+        first.write_bytes(disk_cache._digest(key, right[OTHER]) + right[OTHER])
+        second.unlink()
+    else:
+        shutil.rmtree(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for spec in (SPEC, OTHER):
+            assert is_kernel(compiler._cubin(spec, CC), spec)
+            assert is_kernel(disk_cache.load(folder, compiler.cache_key(spec, CC)), spec)
+    tally("cache fault", fault=fault)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the clock of the start is POSIX")
+def test_processes_race_on_one_cold_cache(tmp_path):
+    """Four processes start to compile two kernels at one moment; each gets the right ones, and the folder is whole."""
+    code = """
+import contextlib, os, time
+from numba_kvcache import compiler, driver
+from numba_kvcache.kernel import StoreSpec
+from numba_kvcache.layout import plan_store
+driver.relaxed_capture = contextlib.nullcontext
+open(f"{os.environ['READY']}/{os.getpid()}", "w").close()
+while len(os.listdir(os.environ["READY"])) < 4:
+    time.sleep(0.005)
+for width in (640, 644):
+    spec = StoreSpec(plan_store(width), 64, True)
+    cubin = compiler._cubin(spec, (9, 0))
+    assert cubin[:4] == b"\x7fELF" and spec.name.encode() in cubin
+"""
+    cache, ready = tmp_path / "cache", tmp_path / "ready"
+    ready.mkdir()
+    environment = {"READY": str(ready), "NUMBA_KVCACHE_CACHE_DIR": str(cache)}
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: run_python(code, **environment), range(4)))
+    assert [(result.returncode, result.stderr) for result in results] == [(0, "")] * 4
+    assert [path.suffix for path in cache.iterdir()] == [".cubin"] * 2
 
 
 @pytest.mark.usefixtures("_no_driver")
@@ -184,6 +264,88 @@ def test_numpy_without_row_stack_is_named(monkeypatch):
     monkeypatch.setattr(np, "__version__", "2.5.5")
     with pytest.raises(RuntimeError, match=r"numba-cuda 0\.30\.\d+ .* NumPy 2\.5\.5.* pip install 'numpy<2\.5'"):
         compiler.compile_ptx(SPEC, CC)
+
+
+# Machines that cannot: each message says what was found, what is needed, and the command that mends it.
+
+
+@pytest.mark.parametrize("library", ["nvrtc", "nvvm", "nvJitLink"])
+def test_a_toolkit_that_is_not_installed(library):
+    code = f"""
+import cuda.pathfinder._dynamic_libs.load_nvidia_dynamic_lib as loader
+find = loader._load_lib_no_cache
+def absent(name):
+    if name == {library!r}:
+        raise loader.DynamicLibNotFoundError(f"Failure finding {{name}}")
+    return find(name)
+loader._load_lib_no_cache = absent
+from numba_kvcache import compiler
+from numba_kvcache.kernel import StoreSpec
+from numba_kvcache.layout import plan_store
+try:
+    compiler.link_cubin(compiler.compile_ptx(StoreSpec(plan_store(128), 64, True), (9, 0)), (9, 0))
+except RuntimeError as error:
+    print(error)
+"""
+    result = run_python(code)
+    message = (
+        rf"the CUDA toolkit's compiler was not found: Failure finding {library}; .*pip install 'numba-cuda\[cu1[23]\]'"
+    )
+    assert re.fullmatch(message, result.stdout.strip()), result.stdout + result.stderr
+    assert result.stderr == ""
+
+
+@pytest.fixture
+def toolkit(monkeypatch):
+    """Sets the installed compiler's version, as CUDA 13's wheels name it or as CUDA 12's do."""
+
+    def install(version):
+        versions = dict.fromkeys(compiler.COMPILER_DISTRIBUTIONS, "none")
+        versions["nvidia-nvvm" if version.startswith("13") else "nvidia-cuda-nvcc-cu12"] = version
+        monkeypatch.setattr(compiler, "_versions", lambda: versions)
+
+    return install
+
+
+@pytest.mark.parametrize("cc", [(3, 7), (6, 1)])
+def test_a_gpu_that_is_too_old(toolkit, cc):
+    toolkit("12.9.86")
+    with pytest.raises(RuntimeError, match=rf"the GPU has compute capability {cc[0]}\.{cc[1]}, and 7\.0 or newer is"):
+        compiler._cubin(SPEC, cc)
+
+
+def test_a_gpu_that_only_cuda_12_serves(toolkit):
+    toolkit("13.5.37")
+    message = r"the GPU has compute capability 7\.0, which .* of CUDA 13, no longer .* pip install 'numba-cuda\[cu12\]'"
+    with pytest.raises(RuntimeError, match=message):
+        compiler._cubin(SPEC, (7, 0))
+    compiler._check_gpu((7, 5))
+    toolkit("12.9.86")
+    compiler._check_gpu((7, 0))
+
+
+def refuse(cubin, name):
+    raise RuntimeError("the CUDA driver reports CUDA_ERROR_NO_BINARY_FOR_GPU (209): no kernel image")
+
+
+def test_a_toolkit_newer_than_the_driver(toolkit, monkeypatch):
+    """The kernel does not load; which of the two to change, the message says."""
+    monkeypatch.setattr(driver, "load_kernel", refuse)
+    monkeypatch.setattr(driver, "driver_version", lambda: "12.4")
+    toolkit("13.5.37")
+    message = r"\(209\): .*the driver serves CUDA 12\.4, and .* of CUDA 13: update .* pip install 'numba-cuda\[cu12\]'"
+    with pytest.raises(RuntimeError, match=message):
+        compiler._load(b"", "name")
+    toolkit("12.9.86")
+    with pytest.raises(RuntimeError, match=r"\(209\): no kernel image$"):
+        compiler._load(b"", "name")
+
+
+def test_python_versions_are_declared():
+    """pip refuses the rest, and says which Python was found and which is needed."""
+    text = (TESTS.parent / "pyproject.toml").read_text()
+    assert 'requires-python = ">=3.10"' in text
+    assert "Python 3.10 to 3.14" in (TESTS.parent / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import re
 import sys
 import threading
 import warnings
@@ -146,140 +145,6 @@ def test_item_sizes(dtype, split):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# REPORTS 5: 64 bits, and more rows than the y or z axis of a grid holds.
-
-SENTINEL = 0x5A5A5A5A
-
-
-@pytest.fixture
-def huge():
-    """8 GiB and 1 KiB of words, every one the sentinel."""
-    words = 2**31 + 256
-    free = driver.check(cu.cuMemGetInfo())[0]
-    if free < 4 * words + 2**30:
-        pytest.skip(f"needs 9 GiB of GPU memory, {free} bytes are free")
-    memory = cuda.device_array(words, np.uint32)
-    driver.check(cu.cuMemsetD32(memory.device_ctypes_pointer.value, SENTINEL, words))
-    return memory
-
-
-def count_other_than_sentinel(memory):
-    @cuda.jit
-    def count(words, found):
-        mine = 0
-        for i in range(cuda.grid(1), words.size, cuda.gridsize(1)):
-            if words[i] != SENTINEL:
-                mine += 1
-        cuda.atomic.add(found, 0, mine)
-
-    found = cuda.to_device(np.zeros(1, np.int64))
-    count[2048, 256](memory, found)
-    return int(found.copy_to_host()[0])
-
-
-def test_offsets_past_32_bits(huge):
-    pitch = 2**31  # bytes: 2**29 elements
-    k, v = (np.arange(first, first + 4 * 128, dtype=np.uint32).reshape(4, 128) for first in (1000, 9000))
-    slots = np.array([4, 0, 3, 1], np.int32)
-    caches = [gpu_view(huge, 512 * i, (5, 128), (pitch, 4), np.float32) for i in (0, 1)]
-    store_kvcache(*(cuda.to_device(a.view(np.float32)) for a in (k, v)), *caches, cuda.to_device(slots))
-    for i, source in enumerate((k, v)):
-        for row, slot in enumerate(slots):
-            start = int(slot) * 2**29 + 128 * i
-            np.testing.assert_array_equal(huge[start : start + 128].copy_to_host(), source[row])
-    # All else is the sentinel, so nothing was written at any wrapped address.
-    assert count_other_than_sentinel(huge) == 2 * 4 * 128
-
-    # The same pitch at the source: rows 4, 3, 1 and 0 of what was just stored.
-    small = [cuda.to_device(np.zeros((9, 128), np.float32)) for _ in range(2)]
-    store_kvcache(*caches, *small, cuda.to_device(np.array([8, 1, 2, 5, 7], np.int32)))
-    for source, cache in zip((k, v), small, strict=True):
-        expected = np.zeros((9, 128), np.uint32)
-        expected[8], expected[1], expected[5], expected[7] = source[1], source[3], source[2], source[0]
-        expected[2] = SENTINEL
-        np.testing.assert_array_equal(cache.copy_to_host().view(np.uint32), expected)
-
-
-@pytest.mark.parametrize("split", [0, 1])
-def test_70000_rows(split):
-    slots = np.random.default_rng(0).permutation(70_000)
-    k, v = (Side(70_000, 70_000, 128, seed) for seed in (30, 40))
-    for side in (k, v):
-        side.renew()
-    store_kvcache(k.source, v.source, k.cache, v.cache, cuda.to_device(slots), split)
-    for side in (k, v):
-        np.testing.assert_array_equal(side.memory.copy_to_host(), side.expected(slots))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# REPORTS 7: traps. The context is lost with them, so each has a process of its own; the caches are host memory that the
-# GPU reaches, which can be read afterwards.
-
-TRAP = """
-import os, sys
-import numpy as np
-from numba import cuda
-from numba_kvcache import store_kvcache
-slots, limit, dtype, v_rows, skip_index = {slots}, {limit}, {dtype!r}, {v_rows}, {skip_index}
-rng = np.random.default_rng(3)
-k, v = (rng.integers(0, 2**32, (len(slots), 32), np.uint32) for _ in range(2))
-caches = [cuda.mapped_array((rows, 32), np.uint32) for rows in (64, v_rows)]
-for cache in caches:
-    cache[:] = rng.integers(0, 2**32, cache.shape, np.uint32)
-before = [np.array(cache) for cache in caches]
-indices = cuda.to_device(np.array(slots, dtype))
-store_kvcache(cuda.to_device(k), cuda.to_device(v), *caches, indices, size_limit=limit, skip_index=skip_index)
-try:
-    cuda.synchronize()
-except Exception as error:
-    print("error", error)
-else:
-    print("no error")
-for cache, old, source in zip(caches, before, (k, v)):
-    now = np.array(cache)
-    for row, slot in enumerate(slots):
-        if 0 <= slot < limit:  # a legal row may have been stored before the trap, each word of it or not
-            assert np.all((now[slot] == old[slot]) | (now[slot] == source[row]))
-            now[slot] = old[slot]
-    assert np.array_equal(now, old), "stray write"
-print("intact")
-sys.stdout.flush()
-os._exit(0)  # the context is past tidying up
-"""
-
-ASSERT_LINE = re.compile(
-    r"numba_kvcache/kernel\.py:\d+: store_kvcache: block: \[\d+,0,0\], thread: \[\d+,0,0\] "
-    r"Assertion `0 <= index && index < size_limit` failed\."
-)
-
-
-@pytest.mark.parametrize(
-    ("slots", "limit", "dtype", "v_rows", "skip_index"),
-    [
-        ([2, -1, 5], 64, "int64", 64, None), ([2, -1, 5], 64, "int32", 64, None), ([40], 40, "int64", 64, None),
-        ([64], 64, "int64", 64, None), ([-(2**31)], 64, "int32", 64, None), ([2**31 - 1], 64, "int32", 64, None),
-        ([2**32 + 1], 64, "int64", 64, None), ([-(2**63)], 64, "int64", 64, None), ([40], 32, "int64", 32, None),
-        ([2, -2, 5], 64, "int64", 64, -1), ([2, -1, 5], 64, "int32", 64, 2**32 - 1), ([64], 64, "int64", 64, 3),
-    ],
-)  # fmt: skip
-def test_trap(slots, limit, dtype, v_rows, skip_index):
-    result = run_python(TRAP.format(slots=slots, limit=limit, dtype=dtype, v_rows=v_rows, skip_index=skip_index))
-    output = result.stdout + result.stderr
-    assert result.returncode == 0, output
-    assert re.search(r"^error .*710", result.stdout, re.MULTILINE), output
-    assert ASSERT_LINE.search(result.stderr), output
-    assert result.stdout.endswith("intact\n"), output
-
-
-@pytest.mark.parametrize(("slots", "skip_index"), [([0, 39], None), ([0, -1, 39, -1], -1), ([64, 0], 64)])
-def test_no_trap_under_the_limit(slots, skip_index):
-    """The control: same script, legal slots and such as are skipped."""
-    result = run_python(TRAP.format(slots=slots, limit=40, dtype="int64", v_rows=64, skip_index=skip_index))
-    assert result.stdout == "no error\nintact\n", result.stdout + result.stderr
-    assert result.stderr == ""
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # REPORTS 15: streams. Each producer sleeps, then fills k, v and indices; a store on another stream would find old data.
 
 
@@ -414,6 +279,29 @@ def test_torch_current_stream(side):
             expected = np.zeros((16, 128), np.int32)
             expected[np.array([9, 0, 4, 7]) + i % 3] = np.arange(512).reshape(4, 128) + first
             np.testing.assert_array_equal(cache.cpu().numpy(), expected)
+
+
+@small_grids
+@pytest.mark.parametrize("owner", ["torch", "numba"])
+def test_arguments_of_two_libraries_follow_the_owner_of_k_cache(owner):
+    """k, v and indices are Numba's, the caches one of each; a torch side stream is current, but that is not enough."""
+    torch = optional("torch")
+    chain = Chain()
+    k, v, k_cache, v_cache, indices = chain.arguments()
+    k, v, *caches = (array.view(np.int32) for array in (k, v, k_cache, v_cache))  # torch's type of that size
+    which = 0 if owner == "torch" else 1
+    caches[which] = torch.as_tensor(caches[which], device="cuda")
+    store_kvcache(k, v, *(cuda.to_device(np.zeros((16, 256), np.int32)) for _ in range(2)), indices)  # warm
+    side = torch.cuda.Stream()
+    stream = cuda.external_stream(side.cuda_stream) if owner == "torch" else cuda.default_stream()
+    cuda.synchronize()
+    with torch.cuda.stream(side):
+        for i in range(50):
+            chain.fill(late_fill, 1000 * (i + 1), stream)
+            store_kvcache(k, v, *caches, indices)
+            results = chain.results(stream)
+            stream.synchronize()
+            np.testing.assert_array_equal(results, chain.expected(1000 * (i + 1)))
 
 
 @pytest.mark.parametrize("side", [True, False], ids=["side stream", "default stream"])
@@ -914,34 +802,6 @@ def test_another_gpu_than_the_current_one():
         store_kvcache(k.to("cuda:0"), v, *caches, slots)
 
 
-def test_cold_first_calls_of_many_threads_compile_once(monkeypatch):
-    compiled, real = [], compiler.compile_ptx
-    monkeypatch.setattr(settings, "cache_folder", lambda: None)
-    monkeypatch.setattr(compiler, "compile_ptx", lambda spec, cc: compiled.append(spec) or real(spec, cc))
-    calls = [(make_rows(3, 7, 1004), index_array([6, 0, 3])[1]) for _ in range(8)]
-    barrier, failures = threading.Barrier(8), []
-
-    def work(rows, indices):
-        barrier.wait()
-        try:
-            store_kvcache(*(r.array for r in rows), indices)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    cuda.synchronize()
-    assert failures == []
-    assert len(compiled) == len(set(compiled)) > 0
-    for rows, _ in calls:
-        for source, cache in zip(rows[:2], rows[2:], strict=True):
-            expect_store(source, cache, [6, 0, 3])
-            cache.memory.check()
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # REPORTS 19: noise. (All tests here run with warnings as errors.)
 
@@ -959,94 +819,6 @@ def test_users_own_small_kernel_still_warns():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# REPORTS 23: processes.
-
-STORE = """
-import numpy as np
-from numba import cuda
-from numba_kvcache import store_kvcache
-def arrays():
-    k, v = (np.arange(i, i + 512, dtype=np.int32).reshape(4, 128) for i in (1, 1000))
-    caches = [cuda.to_device(np.zeros((9, 128), np.int32)) for _ in range(2)]
-    return k, v, caches, cuda.to_device(np.array([5, 0, 2, 7]))
-def store():
-    k, v, caches, indices = arrays()
-    store_kvcache(cuda.to_device(k), cuda.to_device(v), *caches, indices)
-    return k, v, caches
-def check(k, v, caches):
-    for source, cache in zip((k, v), caches):
-        now = cache.copy_to_host()
-        assert np.array_equal(now[[5, 0, 2, 7]], source) and not now[[1, 3, 4, 6, 8]].any()
-"""
-
-
-def test_import_makes_no_context():
-    code = """
-import numba_kvcache
-from cuda.bindings import driver as cu
-assert cu.cuCtxGetCurrent()[0] == cu.CUresult.CUDA_ERROR_NOT_INITIALIZED
-cu.cuInit(0)
-status, flags, active = cu.cuDevicePrimaryCtxGetState(cu.cuDeviceGet(0)[1])
-assert status == cu.CUresult.CUDA_SUCCESS and active == 0
-"""
-    result = run_python(code)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-def test_fork_after_import():
-    code = STORE + """
-import os
-child = os.fork()
-if child == 0:
-    check(*store())
-    os._exit(23)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 23
-"""  # fmt: skip
-    result = run_python(code)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-@pytest.mark.parametrize("end", ["check(*store())", "store()", "for _ in range(200): kept = store()"])
-def test_exit(end):
-    result = run_python(STORE + end)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-
-def test_exit_after_the_fast_road_is_in_force():
-    code = STORE + "from numba_kvcache import fast_road\nstore()\nfast_road.wait()\nstore()"
-    result = run_python(code)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-
-def test_exit_by_exception():
-    result = run_python(STORE + "store()\n1 / 0")
-    assert result.returncode == 1
-    assert result.stderr.startswith("Traceback (most recent call last):")
-    assert result.stderr.endswith("ZeroDivisionError: division by zero\n")
-    assert result.stderr.count("Traceback") == 1
-
-
-def test_second_process_does_not_compile(tmp_path):
-    """The disk cache, end to end."""
-    cache = str(tmp_path / "cache")
-    assert run_python(STORE + "check(*store())", NUMBA_KVCACHE_CACHE_DIR=cache).returncode == 0
-    blocked = STORE + "from numba_kvcache import compiler\ncompiler.compile_ptx = None\ncheck(*store())"
-    result = run_python(blocked, NUMBA_KVCACHE_CACHE_DIR=cache)
-    assert result.returncode == 0, result.stderr
-    # And the same script without the cache fails, so the block does block.
-    assert run_python(blocked, NUMBA_KVCACHE_CACHE_DIR="").returncode != 0
-
-
-@pytest.mark.parametrize("damage", ["truncated", "empty"])
-def test_damaged_cache_costs_a_compile(tmp_path, damage):
-    cache = tmp_path / "cache"
-    assert run_python(STORE + "check(*store())", NUMBA_KVCACHE_CACHE_DIR=str(cache)).returncode == 0
-    for path in cache.glob("*.cubin"):
-        path.write_bytes(path.read_bytes()[:1000] if damage == "truncated" else b"")
-    result = run_python(STORE + "check(*store())", NUMBA_KVCACHE_CACHE_DIR=str(cache))
-    assert result.returncode == 0, result.stderr
-
-
 # The whole call again, each way that a switch or a machine may take it.
 
 

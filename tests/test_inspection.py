@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from support import child_environment
 
 from numba_kvcache import __main__ as command_line
 from numba_kvcache import inspection, settings
@@ -329,3 +330,16 @@ def test_the_simulator_has_nothing_to_inspect() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert "simulator" in done.stderr
+
+
+@needs_compiler
+@pytest.mark.skipif(os.name == "nt", reason="pipes are POSIX")
+def test_a_reader_that_has_seen_enough():
+    """`inspect ... | head -1`: no traceback, and nothing on stderr."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "numba_kvcache", "inspect", "--row-bytes", "128", "--ptx"],
+        env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    child.stdout.close()
+    assert (child.stderr.read(), child.wait(timeout=60)) == ("", 1)
+    child.stderr.close()

@@ -1277,9 +1277,9 @@ def not_built(monkeypatch, compiled):
     monkeypatch.setattr(fast_road, "_builder", None)
     monkeypatch.setattr(fast_road, "_status", fast_road._status)
     monkeypatch.delenv("NUMBA_KVCACHE_NATIVE", raising=False)
-    settings.native.cache_clear()
+    settings._switches.cache_clear()
     yield monkeypatch
-    settings.native.cache_clear()
+    settings._switches.cache_clear()
     fakes.reset()
 
 

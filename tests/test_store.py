@@ -348,7 +348,7 @@ def test_kernel_for_users_own_launches(row_bytes, v_row_bytes, split, skipping):
         memory.check()
 
 
-# Slots out of range. (On a GPU the context is lost: test_gpu.py runs those in processes of their own.)
+# Slots out of range. (On a GPU the context is lost: test_traps.py runs those in processes of their own.)
 
 
 @needs_simulator
