@@ -49,7 +49,7 @@ class Case(NamedTuple):
 PAST_L1, RELEASE_FIRST = Strategy(bypass_l1=True), Strategy(release_first=True)
 
 CASES = (
-    # The package chooses: up to 256 threads take one vector each of the row, then up to 4 of 16 bytes.
+    # The package chooses: up to 128 threads take one vector each of the row, then up to 16 bytes; then there are parts.
     Case(4, 0, {4: 2}),
     Case(92, 0, {4: 2}),  # 23 threads of 4 bytes: 92 is no multiple of 8
     Case(128, 0, {16: 2}),
@@ -61,14 +61,15 @@ CASES = (
     Case(1024, 0, {16: 2}),
     Case(1024, 0, {16: 2}, index_bits=32),
     Case(2048, 0, {16: 2}),
-    Case(2048, 0, {8: 2}, alignment=8),  # 256 threads of 8 bytes
-    Case(2048, 0, {4: 4}, alignment=4),  # 512 words for 256 threads
+    Case(2048, 0, {8: 4}, alignment=8),  # 256 vectors of 8 bytes for 128 threads
+    Case(2048, 0, {4: 8}, alignment=4),  # 512 words for 128 threads
+    Case(2052, 0, {4: 6}),  # 513 words for 2 parts of 86 threads: the third is predicated
     Case(2048, 0, {16: 1, 4: 1}, v_row_bytes=92),
     Case(4096, 0, {16: 2}),
-    Case(8192, 0, {16: 4}),  # 512 vectors for 256 threads
-    Case(8192, 0, {16: 4}, index_bits=32),
-    Case(12000, 0, {16: 6}),  # 750 vectors for 256 threads: the third is predicated
-    Case(65536, 0, {16: 8}),  # 4,096 vectors for 4 x 256 threads
+    Case(8192, 0, {16: 2}),  # 4 parts of 128 threads
+    Case(8192, 0, {16: 2}, index_bits=32),
+    Case(12000, 0, {16: 2}),  # 750 vectors for 6 parts of 125 threads
+    Case(65536, 0, {16: 2}),  # 32 parts
     # A warp per part, of vectors that fill whole warps: a multiple of 512 bytes takes 16, of 256 takes 8, else 4.
     Case(92, 1, {4: 2}),
     Case(200, 1, {4: 4}),  # 50 words for 32 lanes
@@ -89,7 +90,7 @@ CASES = (
     Case(92, 0, {4: 2}, strategy=PAST_L1),
     Case(200, 0, {8: 2}, strategy=PAST_L1),
     Case(1024, 0, {16: 2}, strategy=PAST_L1, index_bits=32),
-    Case(12000, 0, {16: 6}, strategy=PAST_L1),
+    Case(2052, 0, {4: 6}, strategy=PAST_L1),
     Case(2048, 0, {16: 1, 4: 1}, v_row_bytes=92, strategy=PAST_L1),
     Case(65536, 1, {16: 8}, steps=32, strategy=PAST_L1),
     Case(92, 0, {4: 2}, strategy=RELEASE_FIRST),
@@ -103,8 +104,8 @@ CASES = (
     Case(1024, 0, {16: 2}, index_bits=32, strategy=RELEASE_FIRST, skipping=True),
     Case(2048, 0, {16: 2}, strategy=PAST_L1, skipping=True),
     Case(2048, 0, {16: 1, 4: 1}, v_row_bytes=92, skipping=True),
-    Case(12000, 0, {16: 6}, skipping=True),
-    Case(65536, 0, {16: 8}, skipping=True),
+    Case(2052, 0, {4: 6}, skipping=True),
+    Case(65536, 0, {16: 2}, skipping=True),
     Case(2048, 4, {16: 2}, skipping=True),
     Case(4096, 1, {16: 8}, steps=2, skipping=True),
     Case(65536, 1, {16: 8}, steps=32, index_bits=32, skipping=True),
