@@ -108,8 +108,8 @@ class _Pool:
 
 
 @st.composite
-def cases(draw, *, pool_bytes, plans, kinds, roads=("store_kvcache",), most_rows=10**6):
-    """Valid calls whose five arrays fit into a pool of `pool_bytes`."""
+def cases(draw, *, pool_bytes, plans, kinds, roads=("store_kvcache",), most_rows, most_bytes=2**31):
+    """Valid calls whose five arrays fit into a pool of `pool_bytes`, and that store no more than `most_bytes`."""
     plan = draw(plans)
     widths = (plan.k_row_bytes, plan.v_row_bytes) * 2
     alignments = (plan.k_alignment, plan.v_alignment) * 2
@@ -130,7 +130,7 @@ def cases(draw, *, pool_bytes, plans, kinds, roads=("store_kvcache",), most_rows
     bound = min(slots_k, slots_v)
     size_limit = draw(st.one_of(st.sampled_from((0, 0, None)), st.integers(1, bound)))
     twice = step == 0 or draw(st.integers(0, 7)) == 0
-    largest = min(most[0], most[1], room // (index_size * max(1, abs(step))))
+    largest = min(most[0], most[1], room // (index_size * max(1, abs(step))), max(1, most_bytes // sum(widths[:2])))
     largest = largest if twice else min(largest, size_limit or bound)
     batch = draw(st.one_of(st.integers(1, min(largest, 8)), st.just(largest), st.integers(1, largest)))
     noise = draw(st.integers(0, 2**20))

@@ -63,11 +63,17 @@ def any_plan(draw):
     return choose_plan(lambda sequence: draw(st.sampled_from(sequence)))
 
 
+def simulated_cases(arena):
+    """Small ones: the simulator starts a Python thread for each of CUDA's."""
+    kinds = tuple(array_kinds())
+    return cases(pool_bytes=arena.size, plans=any_plan(), kinds=kinds, most_rows=12, most_bytes=8192)
+
+
 @needs_simulator
 @pytest.mark.timeout(0 if ASKED else 300)
 def test_calls_on_the_simulator():
     arena = Arena(32 << 10)
-    strategy = cases(pool_bytes=arena.size, plans=any_plan(), kinds=tuple(array_kinds()), most_rows=12)
+    strategy = simulated_cases(arena)
     play_all(arena, strategy, 300)
 
 
@@ -96,7 +102,7 @@ def test_slots_out_of_range():
     (The rows of a block run in any order, so a row before or after the bad one may have been stored or not.)
     """
     arena = Arena(32 << 10)
-    strategy = cases(pool_bytes=arena.size, plans=any_plan(), kinds=tuple(array_kinds()), most_rows=12)
+    strategy = simulated_cases(arena)
     trapped = 0
 
     @seed(SEED)
