@@ -1,4 +1,4 @@
-"""The drop-in for SGLang's store_cache: meanings on any back end, and on a GPU a grid like that of SGLang's own tests."""
+"""The drop-in for SGLang's store_cache: meanings on any back end; on a GPU, a grid like that of SGLang's tests."""
 
 import inspect
 import logging
@@ -15,6 +15,11 @@ from numba_kvcache import fast_road, store_kvcache, warmup
 torch = pytest.importorskip("torch", reason="torch is optional and not installed")
 kvcache = pytest.importorskip("numba_kvcache.sglang")
 
+# Inductor's own.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 DEVICE = "cuda" if ON_GPU else "cpu"
 has_skip = pytest.mark.skipif(
     "skip_index" not in inspect.signature(store_kvcache).parameters, reason="store_kvcache has no skip_index"
@@ -116,7 +121,8 @@ def test_compiled(backend):
 
     torch._dynamo.reset()
     arguments, right = small_call()
-    torch.compile(step, fullgraph=True, backend=backend)(*arguments)
+    with torch._inductor.config.patch(compile_threads=1):
+        torch.compile(step, fullgraph=True, backend=backend)(*arguments)
     assert_caches(arguments, right)
 
 
