@@ -5,16 +5,17 @@
 
 Three things are registered with torch:
 
-1. the op `numba_kvcache::store_kvcache`, which says what is written (functionalisation) and runs `store_kvcache`;
+1. the op `numba_kvcache::store_kvcache`, which says what is written and runs `store_kvcache`;
 2. with Dynamo, that a call of `store_kvcache` is traced as a call of the op. Dynamo is told of the function object, so
    an eager call is the plain call, at no added cost: the op's own price is never paid outside a compiled graph;
-3. with functionalisation, how two caches that are views of one buffer are taken (`_functionalize`).
+3. with functionalisation, by which op caches that are views are written (`_functionalize`).
 
 `store_kvcache` here is `numba_kvcache.store_kvcache` itself. `torch.export` and `make_fx` do not trace through Dynamo:
 call `torch.ops.numba_kvcache.store_kvcache` there.
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,28 +45,6 @@ def _store_op(
     skip_index: int | None = None,
 ) -> None:
     store_kvcache(k, v, k_cache, v_cache, indices, num_split, size_limit, skip_index=skip_index)
-
-
-@torch.library.custom_op(
-    "numba_kvcache::store_one_cache",
-    mutates_args=("cache",),
-    schema=f"(Tensor rows, Tensor(a!) cache, Tensor indices, {_OPTIONS}",
-)
-def _store_one_op(
-    rows: Any, cache: Any, indices: Any, num_split: int = 0, size_limit: int = 0, *, skip_index: int | None = None
-) -> None:
-    # K and V the same: each word is written twice, with one value.
-    store_kvcache(rows, rows, cache, cache, indices, num_split, size_limit, skip_index=skip_index)
-
-
-@_store_op.register_fake
-def _(*arguments: Any, **options: Any) -> None:
-    """Nothing is returned; the real call makes the checks."""
-
-
-@_store_one_op.register_fake
-def _(*arguments: Any, **options: Any) -> None:
-    """See above."""
 
 
 # The signature of store_kvcache, which tests compare; torch's own comparison would refuse an import over it.
@@ -99,26 +78,101 @@ def _leave_untraced(function: Any) -> None:
 _leave_untraced(store_kvcache)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Caches that are views. Left to torch 2.11, an op that writes a view is given `as_strided` of the view's base, or a
+# clone of it. Inductor counts the offsets of both from the start of the storage, but starts at the graph's input, so
+# for an input that has an offset itself (a layer of a pool) memory past its end is read and written (pytorch issues
+# 139628 and 198068). So in the graph the bases are written, and the views are taken when the op runs.
+
+_WRITE_VIEWS = "numba_kvcache::store_kvcache_views"
+_WRITE_VIEW = "numba_kvcache::store_one_view"
+
+
+@torch.library.custom_op(
+    _WRITE_VIEWS,
+    mutates_args=("k_base", "v_base"),
+    schema=f"(Tensor k, Tensor v, Tensor(a!) k_base, Tensor(b!) v_base, SymInt[] k_view, SymInt[] v_view, "
+    f"Tensor indices, {_OPTIONS}",
+)
+def _store_views_op(
+    k: Any,
+    v: Any,
+    k_base: Any,
+    v_base: Any,
+    k_view: Sequence[int],
+    v_view: Sequence[int],
+    indices: Any,
+    num_split: int = 0,
+    size_limit: int = 0,
+    *,
+    skip_index: int | None = None,
+) -> None:
+    caches = _take_view(k_base, k_view), _take_view(v_base, v_view)
+    store_kvcache(k, v, *caches, indices, num_split, size_limit, skip_index=skip_index)
+
+
+@torch.library.custom_op(
+    _WRITE_VIEW,
+    mutates_args=("base",),
+    schema=f"(Tensor rows, Tensor(a!) base, SymInt[] view, Tensor indices, {_OPTIONS}",
+)
+def _store_view_op(
+    rows: Any,
+    base: Any,
+    view: Sequence[int],
+    indices: Any,
+    num_split: int = 0,
+    size_limit: int = 0,
+    *,
+    skip_index: int | None = None,
+) -> None:
+    cache = _take_view(base, view)
+    # K and V the same: each word is written twice, with one value.
+    store_kvcache(rows, rows, cache, cache, indices, num_split, size_limit, skip_index=skip_index)
+
+
+def _nothing_returned(*arguments: Any, **options: Any) -> None:
+    """All three ops for fake tensors; the checks are made when the op runs."""
+
+
+for _op in (_store_op, _store_views_op, _store_view_op):
+    _op.register_fake(_nothing_returned)
+
+
 @torch.library.register_torch_dispatch("numba_kvcache::store_kvcache", FunctionalTensorMode)
-def _functionalize(mode: Any, op: Any, types: Any, arguments: Any, options: Any = None) -> Any:
-    """torch's own way, unless the caches are two inputs of the graph that share one buffer.
+def _functionalize(mode: Any, op: Any, types: Any, arguments: Any, options: Any = None) -> None:
+    """Write the caches' bases in one op; in one op each, where the bases are different views of one buffer.
 
-    Of those, Inductor writes only the first in place. It clones the other, whole, and where that one has a storage
-    offset the clone is of the wrong memory (torch 2.11; pytorch issue 139628). One op per cache is free of both.
+    (Of two such arguments of an op, Inductor would write only the first in place, and clone the other, whole.)
     """
-    k, v, k_cache, v_cache, indices, *rest = arguments
-    if _base(k_cache) is _base(v_cache) or _storage(k_cache) != _storage(v_cache):
-        return mode.__torch_dispatch__(op, types, arguments, options)
-    one = torch.ops.numba_kvcache.store_one_cache.default
-    for rows, cache in ((k, k_cache), (v, v_cache)):
-        mode.__torch_dispatch__(one, types, (rows, cache, indices, *rest), options)
-    return None
+    k, v, k_cache, v_cache, *rest = arguments
+    (k_base, k_view), (v_base, v_view) = _find_view("k_cache", k_cache), _find_view("v_cache", v_cache)
+    if k_base is v_base or _storage(k_base) != _storage(v_base):
+        one = torch.ops.numba_kvcache.store_kvcache_views.default
+        mode.__torch_dispatch__(one, types, (k, v, k_base, v_base, k_view, v_view, *rest), options)
+        return
+    each = torch.ops.numba_kvcache.store_one_view.default
+    mode.__torch_dispatch__(each, types, (k, k_base, k_view, *rest), options)
+    mode.__torch_dispatch__(each, types, (v, v_base, v_view, *rest), options)
 
 
-def _base(tensor: Any) -> Any:
-    """The tensor of the graph that this one is a view of, or itself."""
-    base = tensor._inference_mode_base if torch.is_inference_mode_enabled() else tensor._base
-    return tensor if base is None else base
+def _find_view(name: str, cache: Any) -> tuple[Any, list[int]]:
+    """(the tensor of the graph that a cache is a view of, or itself; the view: offset in the base, shape, strides)."""
+    base = cache._inference_mode_base if torch.is_inference_mode_enabled() else cache._base
+    if base is None:
+        base = cache
+    if base.dtype != cache.dtype:
+        raise TypeError(
+            f"{name} must not be viewed as another dtype within a compiled function, got {base.dtype} viewed as "
+            f"{cache.dtype}; view it before"
+        )
+    return base, [cache.storage_offset() - base.storage_offset(), *cache.shape, *cache.stride()]
+
+
+def _take_view(base: Any, view: Sequence[int]) -> Any:
+    dimensions = len(view) // 2
+    shape, strides = view[1 : 1 + dimensions], view[1 + dimensions :]
+    return base.as_strided(shape, strides, base.storage_offset() + view[0])
 
 
 def _storage(tensor: Any) -> int:

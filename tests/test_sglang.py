@@ -1,4 +1,4 @@
-"""The drop-in for SGLang's store_cache: meanings on any back end; on a GPU a grid like that of SGLang's own tests."""
+"""The drop-in for SGLang's store_cache: meanings on any back end; on a GPU, a grid like that of SGLang's tests."""
 
 import logging
 import sys
@@ -14,6 +14,11 @@ from numba_kvcache import fast_road, store_kvcache, warmup
 torch = pytest.importorskip("torch", reason="torch is optional and not installed")
 kvcache = pytest.importorskip("numba_kvcache.sglang")
 
+# Inductor's own.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 DEVICE = "cuda" if ON_GPU else "cpu"
 
 
@@ -111,7 +116,8 @@ def test_compiled(backend):
 
     torch._dynamo.reset()
     arguments, right = small_call()
-    torch.compile(step, fullgraph=True, backend=backend)(*arguments)
+    with torch._inductor.config.patch(compile_threads=1):
+        torch.compile(step, fullgraph=True, backend=backend)(*arguments)
     assert_caches(arguments, right)
 
 

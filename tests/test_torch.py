@@ -12,6 +12,11 @@ from numba_kvcache import store_kvcache
 torch = pytest.importorskip("torch", reason="torch is optional and not installed")
 compiled_graphs = pytest.importorskip("numba_kvcache.torch")
 
+# Inductor's own.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 DEVICE = "cuda" if ON_GPU else "cpu"
 WIDTH, SLOTS = 64, 8
 OP = torch.ops.numba_kvcache.store_kvcache.default
@@ -25,7 +30,7 @@ def fresh_compiler():
     """Inductor's cache on disk takes no notice of storage offsets, so one test's graph could serve another."""
     torch._dynamo.reset()
     with (
-        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._inductor.config.patch(fx_graph_cache=False, compile_threads=1),
         torch._functorch.config.patch(enable_autograd_cache=False),
     ):
         yield
@@ -123,9 +128,14 @@ def views_of_views():
     return [kv[0], kv[1]], lambda a, b: (a.view(-1, WIDTH), b.view(-1, WIDTH)), 2
 
 
+def layers_viewed_inside():
+    pools = [numbers(3, SLOTS, 4, WIDTH // 4, first=first) for first in (0, 9000)]
+    return [pool[1] for pool in pools], lambda a, b: (a.view(-1, WIDTH), b.view(-1, WIDTH)), 1
+
+
 ARRANGEMENTS = (
     separate, views_taken_inside, interleaved_inside, layers_of_two_pools, views_of_one_buffer, layers_of_one_pool,
-    interleaved_rows, views_of_views,
+    interleaved_rows, views_of_views, layers_viewed_inside,
 )  # fmt: skip
 MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
@@ -207,6 +217,41 @@ def test_one_graph_for_every_batch(backend):
         for cache, rows in zip(caches, (k, v), strict=True):
             assert torch.equal(cache, expected_after(torch.zeros_like(cache), rows, slots))
     assert counter.frame_count == 1
+
+
+@needs_kernels
+@on_both
+@pytest.mark.parametrize("arrangement", [views_taken_inside, interleaved_inside, layers_viewed_inside])
+def test_dynamic_shapes(arrangement, backend):
+    """Offsets and strides of the views are then symbols."""
+
+    def step(x, indices, *inputs):
+        store_kvcache(x * 2, x + 1, *caches_of(*inputs), indices)
+
+    inputs, caches_of, _ = arrangement()
+    x, slots = numbers(3, WIDTH, first=20_000), slot_tensor(5, 0, 2)
+    caches = caches_of(*inputs)
+    right = [expected_after(cache, rows, slots) for cache, rows in zip(caches, (x * 2, x + 1), strict=True)]
+    torch.compile(step, fullgraph=True, backend=backend, dynamic=True)(x, slots, *inputs)
+    for cache, after in zip(caches, right, strict=True):
+        assert torch.equal(cache, after)
+
+
+@needs_kernels
+@on_both
+def test_a_cache_viewed_as_another_dtype_inside_is_refused(backend):
+    def step(k, k_cache, v_cache, indices):
+        store_kvcache(k, k, k_cache.view(torch.float32), v_cache, indices)
+
+    caches = [torch.zeros(SLOTS, WIDTH, dtype=torch.int32, device=DEVICE), numbers(SLOTS, WIDTH)]
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    if backend == "eager":  # nothing is functionalised
+        compiled(numbers(1, WIDTH), *caches, slot_tensor(3))
+        assert torch.equal(caches[0][3].view(torch.float32), numbers(1, WIDTH)[0])
+        return
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="k_cache must not be viewed as another dtype"):
+        compiled(numbers(1, WIDTH), *caches, slot_tensor(3))
+    assert not caches[0].any()
 
 
 @needs_kernels
