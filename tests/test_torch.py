@@ -334,6 +334,19 @@ def test_opcheck(case):
 
 
 @needs_kernels
+def test_opcheck_of_the_ops_that_graphs_hold():
+    """K in the first half of each row of a buffer, V in the second."""
+    ops, kv, k, slots = torch.ops.numba_kvcache, numbers(SLOTS, 2 * WIDTH), numbers(3, WIDTH), slot_tensor(5, 0, 2)
+    views = [[offset, SLOTS, WIDTH, 2 * WIDTH, 1] for offset in (0, WIDTH)]
+    cases = (
+        (ops.store_kvcache_views.default, (k, k + 1, kv, kv.clone(), *views, slots)),
+        (ops.store_one_view.default, (k, kv, views[1], slots, 1, SLOTS)),
+    )
+    for op, arguments in cases:
+        assert set(torch.library.opcheck(op, arguments).values()) == {"SUCCESS"}
+
+
+@needs_kernels
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("store", [store_kvcache, OP], ids=["plain", "op"])
 def test_eager_stores(store, mode):
