@@ -161,10 +161,10 @@ def _find_view(name: str, cache: Any) -> tuple[Any, list[int]]:
     base = cache._inference_mode_base if torch.is_inference_mode_enabled() else cache._base
     if base is None:
         base = cache
-    if base.dtype != cache.dtype:
+    if base.dtype != cache.dtype or not torch._is_functional_tensor_base(base.elem):
         raise TypeError(
-            f"{name} must not be viewed as another dtype within a compiled function, got {base.dtype} viewed as "
-            f"{cache.dtype}; view it before"
+            f"{name} must not be viewed as another dtype ({cache.dtype}) within a compiled function: it would be "
+            "copied; view it before"
         )
     return base, [cache.storage_offset() - base.storage_offset(), *cache.shape, *cache.stride()]
 

@@ -238,20 +238,23 @@ def test_dynamic_shapes(arrangement, backend):
 
 
 @needs_kernels
-@on_both
-def test_a_cache_viewed_as_another_dtype_inside_is_refused(backend):
-    def step(k, k_cache, v_cache, indices):
-        store_kvcache(k, k, k_cache.view(torch.float32), v_cache, indices)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.float16])
+def test_a_cache_viewed_as_another_dtype_inside_is_refused(dtype, mode):
+    """Torch would copy it, and where it has an offset, from memory that is not its own."""
 
-    caches = [torch.zeros(SLOTS, WIDTH, dtype=torch.int32, device=DEVICE), numbers(SLOTS, WIDTH)]
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
-    if backend == "eager":  # nothing is functionalised
-        compiled(numbers(1, WIDTH), *caches, slot_tensor(3))
-        assert torch.equal(caches[0][3].view(torch.float32), numbers(1, WIDTH)[0])
-        return
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="k_cache must not be viewed as another dtype"):
-        compiled(numbers(1, WIDTH), *caches, slot_tensor(3))
-    assert not caches[0].any()
+    def step(k, k_cache, v_cache, indices):
+        store_kvcache(k, k, k_cache, v_cache.view(torch.bfloat16), indices)
+
+    with MODES[mode]():
+        pool = torch.zeros(2, SLOTS, WIDTH // dtype.itemsize * 2, dtype=dtype, device=DEVICE)
+        k_cache, k = (torch.zeros(rows, WIDTH, dtype=torch.bfloat16, device=DEVICE) for rows in (SLOTS, 1))
+        with pytest.raises(
+            torch._dynamo.exc.BackendCompilerFailed, match="v_cache must not be viewed as another dtype"
+        ):
+            torch.compile(step, fullgraph=True, backend="aot_eager")(k + 1, k_cache, pool[1], slot_tensor(3))
+        assert not pool.any()
+        assert not k_cache.any()
 
 
 @needs_kernels
@@ -325,6 +328,19 @@ def op_cases():
 def test_opcheck(case):
     results = torch.library.opcheck(OP, op_cases()[case])
     assert set(results.values()) == {"SUCCESS"}
+
+
+@needs_kernels
+def test_opcheck_of_the_ops_that_graphs_hold():
+    """K in the first half of each row of a buffer, V in the second."""
+    ops, kv, k, slots = torch.ops.numba_kvcache, numbers(SLOTS, 2 * WIDTH), numbers(3, WIDTH), slot_tensor(5, 0, 2)
+    views = [[offset, SLOTS, WIDTH, 2 * WIDTH, 1] for offset in (0, WIDTH)]
+    cases = (
+        (ops.store_kvcache_views.default, (k, k + 1, kv, kv.clone(), *views, slots)),
+        (ops.store_one_view.default, (k, kv, views[1], slots, 1, SLOTS)),
+    )
+    for op, arguments in cases:
+        assert set(torch.library.opcheck(op, arguments).values()) == {"SUCCESS"}
 
 
 @needs_kernels
