@@ -8,8 +8,9 @@ __all__ = ["STRATEGIES", "chosen_strategy"]
 
 STRATEGIES = {
     "plain": PLAIN,
-    "release first": Strategy(release_first=True),
     "bypass L1": Strategy(bypass_l1=True),
+    "release first": Strategy(release_first=True),
+    "release first, bypass L1": Strategy(release_first=True, bypass_l1=True),
 }
 
 

@@ -20,7 +20,11 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-STRATEGIES = {"plain": PLAIN, "release-first": Strategy(release_first=True), "past-l1": Strategy(bypass_l1=True)}
+STRATEGIES = {
+    "plain": PLAIN,
+    "release-first": Strategy(release_first=True, bypass_l1=True),
+    "past-l1": Strategy(bypass_l1=True),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

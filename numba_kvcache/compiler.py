@@ -109,7 +109,8 @@ def link_cubin(ptx: str, cc: tuple[int, int]) -> LinkedKernel:
 
     with _toolkit():  # without it, cuda.core would warn and take the driver's linker, which knows no newer PTX
         load_nvidia_dynamic_lib("nvJitLink")
-    options = LinkerOptions(arch=f"sm_{cc[0]}{cc[1]}", verbose=True)
+    # What nvJitLink takes from its own cache, it does not report on.
+    options = LinkerOptions(arch=f"sm_{cc[0]}{cc[1]}", verbose=True, no_cache=True)
     linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
     return LinkedKernel(bytes(linker.link("cubin").code), linker.get_info_log())
 

@@ -336,7 +336,14 @@ def _row_stride(name: str, facts: ArrayFacts, rows: Rows) -> int:
             f"{name} must have one stride for the slots of all pages (page stride = page size * slot stride), {given}; "
             "where other pages lie between these, pass a view of the whole pool as (slots, *row), and count slots in it"
         )
-    return rows.stride
+    return _stride_of_64_bits(name, rows.stride)
+
+
+def _stride_of_64_bits(name: str, stride: int) -> int:
+    """The kernel counts in int64. (No memory is as large; a library may report so all the same.)"""
+    if not -(2**63) <= stride < 2**63:
+        raise ValueError(f"{name} must have strides within int64, got {stride} bytes")
+    return stride
 
 
 def _check_rows_apart(name: str, rows: Rows, stride: int) -> None:
@@ -351,7 +358,7 @@ def _index_stride(indices: ArrayFacts) -> int:
     stride = indices.strides[0] if indices.shape[0] > 1 else 0
     if stride % indices.itemsize:
         raise ValueError(f"indices must have a stride of whole elements ({indices.itemsize} bytes), got {stride} bytes")
-    return stride
+    return _stride_of_64_bits("indices", stride)
 
 
 def check_addresses(views: tuple[View, ...], strides: tuple[int, ...]) -> None:

@@ -183,30 +183,27 @@ class Strategy:
 
 PLAIN = Strategy()
 
-# Reads of K and V per launch, in bytes, between which rows pass the L1 by.
-BYPASS_FROM, BYPASS_TO = 1 << 19, 16 << 20
+# Bytes of K and V that a launch reads: up to which dependents are released first, per SM; up to which rows pass the L1.
+RELEASE_FIRST_PER_SM = 2304
+BYPASS_TO = 16 << 20
 
 
 def strategies(layout: StoreLayout, sm_count: int, early_launch: bool) -> tuple[tuple[int, Strategy], ...]:
     """Which strategy serves which batch: (largest batch, strategy) in rising order; the last has no bound (2**31 - 1).
 
-    Measured on an H200 (132 SMs) over 30 cells of row bytes 128 to 4,096 and batches 1 to 16,384, in graphs of 32
-    launches (docs/notes/kernel-speed.md):
+    Measured on an H200 (132 SMs), rows of 64 to 8,192 bytes, in graphs of 32 launches (docs/notes/kernel-speed.md):
 
-    - A grid of at most half the SMs leaves room for the next grid to come up beside it. Releasing dependents first
-      lets that happen before our own wait ends, and a launch takes 0.72 to 0.82 us instead of 0.86 to 0.98. Above,
-      the next grid's waiting blocks share SMs with ours and cost 5 to 16 %.
-    - From 1 to 16 MiB of reads, passing the L1 by is worth 2 to 19 %; below it costs up to 36 %, above up to 1 %.
+    - Released first, dependents come up while this grid still waits for its primary: a launch takes 0.78 to 0.92 us
+      instead of 0.95 to 1.05, up to 288 KiB of reads in every width. From 384 KiB on it costs 5 to 20 %, since the
+      next grid's waiting blocks share SMs with ours.
+    - Passing the L1 by is worth up to 25 % from 0.3 to 4 MiB, 1 to 3 % from there to 16 MiB, makes no difference below,
+      and costs 1 % above.
     """
-    largest = 2**31 - 1
     row_bytes = layout.k.row_bytes + layout.v.row_bytes
-    first = (sm_count // 2) * layout.groups // layout.parts if early_launch else 0
-    bypass_from, bypass_to = -(-BYPASS_FROM // row_bytes), BYPASS_TO // row_bytes
     bands = (
-        (first, Strategy(release_first=True)),
-        (bypass_from - 1, PLAIN),
-        (bypass_to, Strategy(bypass_l1=True)),
-        (largest, PLAIN),
+        (sm_count * RELEASE_FIRST_PER_SM // row_bytes * early_launch, Strategy(release_first=True, bypass_l1=True)),
+        (BYPASS_TO // row_bytes, Strategy(bypass_l1=True)),
+        (2**31 - 1, PLAIN),
     )
     kept: list[tuple[int, Strategy]] = []
     for limit, strategy in bands:

@@ -198,6 +198,8 @@ class DLPackOnly:
 def _dlpack(pool, offset, shape, strides, dtype):
     if any(s % ITEMSIZE[dtype] for s in strides):
         return None
+    if ON_GPU and min(strides) < 0:  # CuPy 14.2 exports it as one of 2**64 less (test_contract.py has that refused)
+        return None
     array = _cupy(pool, offset, shape, strides, dtype) if ON_GPU else _native(pool, offset, shape, strides, dtype)
     return None if array is None else DLPackOnly(array)
 

@@ -80,7 +80,7 @@ def fault():
     indices = cuda.to_device(np.array([0, 1, 2]))
     kernel = make_store_kernel(1024)
     addresses = [array.device_ctypes_pointer.value for array in (k, v, k_cache, v_cache, indices)]
-    kernel[kernel.layout.grid(3), kernel.layout.block](*addresses, *[1024] * 4, 8, 3, 8)
+    kernel[kernel.layout.grid(3), kernel.layout.block](*addresses, *[1024] * 4, 8, 3, 8, 0)
     cuda.synchronize()
 
 

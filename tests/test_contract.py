@@ -68,6 +68,16 @@ def test_valid_call_becomes_the_kernels_arguments():
     assert (key.num_split, key.index_bits, key.device, key.skipping) == (0, 64, 0, False)
 
 
+@pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache", "indices"])
+@pytest.mark.parametrize("stride", [2**63, -(2**63) - 8, 2**64 - 65536])
+def test_strides_past_64_bits_are_refused(name, stride):
+    """CuPy 14.2 exports a negative stride through DLPack as one of 2**64 less."""
+    given = call_views()[name]
+    strides = (stride, *given.strides[1:])
+    with pytest.raises(ValueError, match=rf"{name} must have strides within int64, got {stride} bytes"):
+        call(**{name: given._replace(facts=dataclasses.replace(given.facts, strides=strides))})
+
+
 def test_int32_indices_and_their_stride():
     request = call(indices=view("indices", (4,), "int32", strides=(12,)))
     assert request.key.index_bits == 32

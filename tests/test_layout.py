@@ -178,23 +178,23 @@ def test_wide_rows_by_hand(row_bytes, alignment, threads, loops, parts):
     assert (layout.threads, layout.k.loops, layout.parts) == (threads, loops, parts)
 
 
-# Which kernel serves which batch. By hand: grids of at most half the SMs release first, 0.5 to 16 MiB of reads pass
-# the L1 by.
-FIRST, PAST_L1, LARGEST = Strategy(release_first=True), Strategy(bypass_l1=True), 2**31 - 1
+# Which kernel serves which batch. By hand: up to 2,304 bytes of reads per SM release first, up to 16 MiB pass the L1.
+FIRST, PAST_L1, LARGEST = Strategy(release_first=True, bypass_l1=True), Strategy(bypass_l1=True), 2**31 - 1
 
 
 @pytest.mark.parametrize(
     ("row_bytes", "split", "sm_count", "early_launch", "bands"),
     [
-        # 2 KiB of reads a row: 256 to 8,192 rows. 64 threads a row, two rows a block, so 66 blocks are 132 rows.
-        (1024, 0, 132, True, ((132, FIRST), (255, PLAIN), (8192, PAST_L1), (LARGEST, PLAIN))),
-        (1024, 0, 132, False, ((255, PLAIN), (8192, PAST_L1), (LARGEST, PLAIN))),
-        # Four warps a row: one row a block.
-        (1024, 1, 132, True, ((264, FIRST), (8192, PAST_L1), (LARGEST, PLAIN))),
-        (2048, 4, 132, True, ((66, FIRST), (127, PLAIN), (4096, PAST_L1), (LARGEST, PLAIN))),
-        # Half a MiB of K and as much of V: every batch reads 1 MiB or more, 16 rows are 16 MiB.
-        (524288, 1, 2, True, ((4, FIRST), (16, PAST_L1), (LARGEST, PLAIN))),
-        (524288, 1, 132, True, ((264, FIRST), (LARGEST, PLAIN))),
+        # 2 KiB of reads a row: 304,128 bytes are 148.5 rows, 16 MiB are 8,192.
+        (1024, 0, 132, True, ((148, FIRST), (8192, PAST_L1), (LARGEST, PLAIN))),
+        (1024, 1, 132, True, ((148, FIRST), (8192, PAST_L1), (LARGEST, PLAIN))),
+        (1024, 0, 132, False, ((8192, PAST_L1), (LARGEST, PLAIN))),
+        (2048, 4, 132, True, ((74, FIRST), (4096, PAST_L1), (LARGEST, PLAIN))),
+        (92, 0, 132, True, ((1652, FIRST), (91180, PAST_L1), (LARGEST, PLAIN))),
+        # A row reads 1 MiB, more than two SMs' share.
+        (524288, 1, 2, True, ((16, PAST_L1), (LARGEST, PLAIN))),
+        # A row of 32 MiB passes every bound.
+        (16 << 20, 0, 132, True, ((LARGEST, PLAIN),)),
     ],
 )
 def test_strategies_by_hand(row_bytes, split, sm_count, early_launch, bands):

@@ -13,7 +13,7 @@ from test_early_launch import SLOTS, WORDS, make_producer, make_reader
 from test_gpu import Chain, non_blocking_stream, small_grids
 
 from numba_kvcache import driver, store_kvcache, warmup
-from numba_kvcache.launch import launch
+from numba_kvcache.launch import Launch, launch
 
 if not SIMULATED:
     from cuda.bindings import driver as cu
@@ -63,9 +63,11 @@ def test_producer_store_and_reader_under_memory_pressure(batch):
             pressure.queue(beside, 40)
             for link in range(ROUND):
                 outs = [out + link * batch * 4 * WORDS for out in addresses[6:]]
-                launch(producer, batch, WORDS, stream, True, (*addresses[:2], addresses[5], 0, 0, *none, batch, link))
+                what = Launch(producer, batch, WORDS, True)
+                launch(what, stream, (*addresses[:2], addresses[5], 0, 0, *none, batch, link, 0))
                 store_kvcache(k, v, *caches, indices, stream=stream)
-                launch(reader, batch, WORDS, stream, True, (*outs, *addresses[2:5], *none, batch, link))
+                what = Launch(reader, batch, WORDS, True)
+                launch(what, stream, (*outs, *addresses[2:5], *none, batch, link, 0))
             driver.check(cu.cuStreamSynchronize(stream))
             busy += cu.cuStreamQuery(beside)[0] == cu.CUresult.CUDA_ERROR_NOT_READY
             for out, more in zip(outputs, (0, 500_000), strict=True):

@@ -26,6 +26,8 @@ def jax(monkeypatch):
     """JAX with the device that kernels run on here, the host's memory on the simulator."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax = optional("jax")
+    if SIMULATED:
+        jax.config.update("jax_platforms", "cpu")
     if ON_GPU and jax.default_backend() != "gpu":
         pytest.skip("the JAX that is installed has no GPU")
     return jax
