@@ -10,7 +10,6 @@ STRATEGIES = {
     "plain": PLAIN,
     "bypass L1": Strategy(bypass_l1=True),
     "release first": Strategy(release_first=True),
-    "release first, bypass L1": Strategy(release_first=True, bypass_l1=True),
 }
 
 

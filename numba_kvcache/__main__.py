@@ -22,7 +22,7 @@ class _Parser(argparse.ArgumentParser):
 
 STRATEGIES = {
     "plain": PLAIN,
-    "release-first": Strategy(release_first=True, bypass_l1=True),
+    "release-first": Strategy(release_first=True),
     "past-l1": Strategy(bypass_l1=True),
 }
 

@@ -153,12 +153,6 @@ def build_kernel(spec: StoreSpec) -> Any:
         if idle_threads and local >= u32(groups):
             return
 
-        # A dependent grid that waits, waits for our stores too, and for all that we wait for, so it may come up at any
-        # time; layout.strategies says when it should. (Released by the very first instruction instead, launches
-        # of some widths took 0.2 us more.)
-        if early_launch and release_first:
-            release_dependents()
-
         # This thread's first vector of each row; the later ones follow at constant distances.
         k_first = u32(u32(part * u32(steps * k_step)) + lane)
         v_first = u32(u32(part * u32(steps * v_step)) + lane)
@@ -172,6 +166,10 @@ def build_kernel(spec: StoreSpec) -> Any:
         # The kernel before this one may still be writing k, v and indices: nothing is read before it has finished.
         if early_launch:
             wait_primary()
+        # A dependent grid that waits, waits for our stores too, so it may come up at any time; layout.strategies says
+        # when it should.
+        if early_launch and release_first:
+            release_dependents()
 
         index = load_index(index_source)
         k_target = u64(u64(k_cache + u64(i64(index) * k_cache_stride)) + k_offset)

@@ -172,7 +172,7 @@ class Strategy:
     Attributes
     ----------
     release_first : bool
-        Release dependents before waiting for the primary, rather than after the loads.
+        Release dependents right after the wait for the primary, rather than after the loads.
     bypass_l1 : bool
         Load and store with `L1::no_allocate`.
     """
@@ -183,25 +183,27 @@ class Strategy:
 
 PLAIN = Strategy()
 
-# Bytes of K and V that a launch reads: up to which dependents are released first, per SM; up to which rows pass the L1.
-RELEASE_FIRST_PER_SM = 2304
-BYPASS_TO = 16 << 20
+# Bytes of K and V that a launch reads: up to which, per SM, dependents are released first; and between which rows pass
+# the L1 by.
+RELEASE_FIRST_PER_SM = 2048
+BYPASS_FROM, BYPASS_TO = 1 << 20, 16 << 20
 
 
 def strategies(layout: StoreLayout, sm_count: int, early_launch: bool) -> tuple[tuple[int, Strategy], ...]:
     """Which strategy serves which batch: (largest batch, strategy) in rising order; the last has no bound (2**31 - 1).
 
-    Measured on an H200 (132 SMs), rows of 64 to 8,192 bytes, in graphs of 32 launches (docs/notes/kernel-speed.md):
+    Measured on an H200 (132 SMs), rows of 92 to 8,192 bytes, in graphs of 32 launches (docs/notes/kernel-speed.md):
 
-    - Released first, dependents come up while this grid still waits for its primary: a launch takes 0.78 to 0.92 us
-      instead of 0.95 to 1.05, up to 288 KiB of reads in every width. From 384 KiB on it costs 5 to 20 %, since the
-      next grid's waiting blocks share SMs with ours.
-    - Passing the L1 by is worth up to 25 % from 0.3 to 4 MiB, 1 to 3 % from there to 16 MiB, makes no difference below,
-      and costs 1 % above.
+    - Dependents that are released before the loads come up while the rows are on their way: a launch takes 0.72 to
+      0.80 us instead of 0.85 to 0.97, up to 256 KiB of reads in every width. From 384 KiB on it costs 5 to 20 %, since
+      the next grid's waiting blocks share SMs with ours.
+    - From 1 to 16 MiB, passing the L1 by is worth up to 25 %; above it costs 1 %. Below, it is worth as much where the
+      rows lie in L2, but rows that it brings from DRAM do not stay there: the next to read them pays.
     """
     row_bytes = layout.k.row_bytes + layout.v.row_bytes
     bands = (
-        (sm_count * RELEASE_FIRST_PER_SM // row_bytes * early_launch, Strategy(release_first=True, bypass_l1=True)),
+        (sm_count * RELEASE_FIRST_PER_SM // row_bytes if early_launch else 0, Strategy(release_first=True)),
+        (-(-BYPASS_FROM // row_bytes) - 1, PLAIN),
         (BYPASS_TO // row_bytes, Strategy(bypass_l1=True)),
         (2**31 - 1, PLAIN),
     )

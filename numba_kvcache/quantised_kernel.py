@@ -153,15 +153,15 @@ def build_quantised_kernel(spec: QuantisedSpec) -> Any:
         if idle_threads and local >= u32(groups):
             return
 
-        # When dependents are released, and why nothing is read before the wait: see kernel.py.
-        if early_launch and release_first:
-            release_dependents()
         k_first, v_first = u32(u32(part * u32(k_step)) + lane), u32(u32(part * u32(v_step)) + lane)
         index_source = u64(indices + u64(i64(row) * index_stride))
         k_source = u64(u64(k + u64(i64(row) * k_stride)) + u64(u64(k_first) * u64(k_vector_bytes)))
         v_source = u64(u64(v + u64(i64(row) * v_stride)) + u64(u64(v_first) * u64(v_vector_bytes)))
+        # When dependents are released, and why nothing is read before the wait: see kernel.py.
         if early_launch:
             wait_primary()
+        if early_launch and release_first:
+            release_dependents()
 
         index = load_index(index_source)
         k_words = load_k(k_source, k_first)

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 LINKS, REPLAYS, WORDS, SLOTS = 24, 20, 256, 512
-STRATEGIES = (PLAIN, Strategy(bypass_l1=True), Strategy(release_first=True), Strategy(True, True))
+STRATEGIES = (PLAIN, Strategy(bypass_l1=True), Strategy(release_first=True))
 
 
 def load_function(function, name):

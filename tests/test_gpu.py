@@ -396,7 +396,7 @@ def stale_results(chain, strategy, repeats, microseconds):
     return stale
 
 
-STRATEGIES = (PLAIN, Strategy(bypass_l1=True), Strategy(release_first=True), Strategy(True, True))
+STRATEGIES = (PLAIN, Strategy(bypass_l1=True), Strategy(release_first=True))
 
 
 @small_grids

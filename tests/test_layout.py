@@ -178,19 +178,19 @@ def test_wide_rows_by_hand(row_bytes, alignment, threads, loops, parts):
     assert (layout.threads, layout.k.loops, layout.parts) == (threads, loops, parts)
 
 
-# Which kernel serves which batch. By hand: up to 2,304 bytes of reads per SM release first, up to 16 MiB pass the L1.
-FIRST, PAST_L1, LARGEST = Strategy(release_first=True, bypass_l1=True), Strategy(bypass_l1=True), 2**31 - 1
+# Which kernel serves which batch. By hand: up to 2,048 bytes of reads per SM release first, 1 to 16 MiB pass the L1 by.
+FIRST, PAST_L1, LARGEST = Strategy(release_first=True), Strategy(bypass_l1=True), 2**31 - 1
 
 
 @pytest.mark.parametrize(
     ("row_bytes", "split", "sm_count", "early_launch", "bands"),
     [
-        # 2 KiB of reads a row: 304,128 bytes are 148.5 rows, 16 MiB are 8,192.
-        (1024, 0, 132, True, ((148, FIRST), (8192, PAST_L1), (LARGEST, PLAIN))),
-        (1024, 1, 132, True, ((148, FIRST), (8192, PAST_L1), (LARGEST, PLAIN))),
-        (1024, 0, 132, False, ((8192, PAST_L1), (LARGEST, PLAIN))),
-        (2048, 4, 132, True, ((74, FIRST), (4096, PAST_L1), (LARGEST, PLAIN))),
-        (92, 0, 132, True, ((1652, FIRST), (91180, PAST_L1), (LARGEST, PLAIN))),
+        # 2 KiB of reads a row: 264 KiB are 132 rows, 1 MiB 512, 16 MiB 8,192.
+        (1024, 0, 132, True, ((132, FIRST), (511, PLAIN), (8192, PAST_L1), (LARGEST, PLAIN))),
+        (1024, 1, 132, True, ((132, FIRST), (511, PLAIN), (8192, PAST_L1), (LARGEST, PLAIN))),
+        (1024, 0, 132, False, ((511, PLAIN), (8192, PAST_L1), (LARGEST, PLAIN))),
+        (2048, 4, 132, True, ((66, FIRST), (255, PLAIN), (4096, PAST_L1), (LARGEST, PLAIN))),
+        (92, 0, 132, True, ((1469, FIRST), (5698, PLAIN), (91180, PAST_L1), (LARGEST, PLAIN))),
         # A row reads 1 MiB, more than two SMs' share.
         (524288, 1, 2, True, ((16, PAST_L1), (LARGEST, PLAIN))),
         # A row of 32 MiB passes every bound.

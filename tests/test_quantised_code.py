@@ -204,7 +204,7 @@ def test_machine_code(case, cc):
 
 
 @pytest.mark.parametrize(
-    "strategy", [Strategy(), Strategy(bypass_l1=True), Strategy(True, True)], ids=["plain", "past_l1", "first"]
+    "strategy", [Strategy(), Strategy(bypass_l1=True), Strategy(release_first=True)], ids=["plain", "past_l1", "first"]
 )
 def test_scales_are_read_after_the_wait(strategy):
     for on_device in (False, True):
