@@ -900,6 +900,8 @@ def test_cupy_arrays_on_another_gpu(cupy_road):
         lambda array: delattr(array.data, "ptr"),
         lambda array: setattr(array.data, "ptr", 0),
         lambda array: setattr(array.data, "ptr", "16"),
+        lambda array: delattr(array.data, "device_id"),
+        lambda array: setattr(array.data, "device_id", None),
     ],
 )  # fmt: skip
 @faked
@@ -917,6 +919,15 @@ def test_a_cupy_stream_that_cannot_be_found_is_given_back(cupy_road):
     assert not cupy_road(*cupy_arrays())
     assert control[fakes.LAUNCHES] == 0
     assert cupy_road(*cupy_arrays(), stream=3)
+
+
+@pytest.mark.parametrize("handle", [np.uint64(0x9000), None])
+@faked
+def test_a_cupy_stream_whose_handle_is_no_plain_int_is_given_back(cupy_road, handle):
+    """`cupy.cuda.ExternalStream` keeps what it is given, NumPy's integers too; the Python road reads them."""
+    fakes.cupy_streams[0] = handle
+    assert not cupy_road(*cupy_arrays())
+    assert control[fakes.LAUNCHES] == 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
