@@ -275,6 +275,9 @@ def check_shapes(arrays: dict[str, ArrayFacts], indices: ArrayFacts) -> dict[str
             )
     if len(indices.shape) != 1:
         raise ValueError(f"indices must have 1 dimension (B,), got shape {indices.shape}")
+    for name, facts in (*arrays.items(), ("indices", indices)):
+        if any(extent < 0 for extent in facts.shape):
+            raise ValueError(f"{name} must have no dimension of negative length, got shape {facts.shape}")
     batch = indices.shape[0]
     for name in ("k", "v"):
         count = arrays[name].shape[0]

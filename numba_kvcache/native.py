@@ -482,7 +482,7 @@ def see_rows(view, leading):
     rows, stride = load(view + EXTENTS), load(view + PITCHES)
     if leading == 2:
         pages, page_rows, page_stride = rows, load(view + EXTENTS + 8), stride
-        if pages >= 2**31 or page_rows >= 2**31:
+        if pages < 1 or pages >= 2**31 or page_rows < 1 or page_rows >= 2**31:
             return False
         if page_rows > 1:
             stride = load(view + PITCHES + 8)

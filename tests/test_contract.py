@@ -472,6 +472,22 @@ def test_one_device(name):
         call(**{name: view(name, shape, dtype, device=1)})
 
 
+@pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache", "indices"])
+def test_lengths_are_not_negative(name):
+    """Two of them make a positive number of rows."""
+    if name == "indices":
+        views = {"indices": view("indices", (-4,), "int64")}
+        views |= {source: view(source, (-4, 128)) for source in ("k", "v")}
+        name = "k"
+    elif "cache" in name:
+        views = {name: view(name, (-8, -8, 128), strides=(-2048, 256, 2))}
+    else:
+        views = {name: view(name, (4, -2, -64), strides=(256, -128, 2))}
+        views[f"{name}_cache"] = view(f"{name}_cache", (64, -2, -64), strides=(256, -128, 2))
+    with pytest.raises(ValueError, match=rf"{name} must have no dimension of negative length, got shape \(.*-"):
+        call(**views)
+
+
 # Strides and alignment.
 
 

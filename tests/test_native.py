@@ -957,6 +957,7 @@ def shaped(rows, row, strides=None, at=0x10000):
         ((2, 64), (4, 16), (256, 128, 1), None, False),  # heads apart
         ((1, 128), (4, 16), (128, 7, 1), None, True),
         ((128, 1), (64,), (128, 1, 9), None, True),
+        ((128,), (-2, -32), None, None, False),
     ],
 )
 @faked
