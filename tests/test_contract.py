@@ -428,6 +428,13 @@ def test_negative_limit():
         call(size_limit=-1)
 
 
+@pytest.mark.parametrize("limit", [0, 2**63, 2**80])
+def test_a_limit_past_64_bits_is_one_that_the_kernel_can_take(limit):
+    """Such rows, one after another, are in no memory, but an array interface may say so."""
+    caches = {name: view(name, (2**40, 2**40, 128), strides=(2**48, 256, 2)) for name in ("k_cache", "v_cache")}
+    assert call(**caches, size_limit=limit).arguments[11] == 2**63 - 1
+
+
 # Empty batches and empty caches.
 
 
