@@ -465,7 +465,7 @@ def test_an_array_without_the_interface_that_others_of_its_type_have():
     array.interface = {"shape": (4, 8), "typestr": "<f2", "data": (0x1000, False)}
     read_array("k", array, 0)
     del array.interface
-    with pytest.raises(TypeError, match="k must be an array that a kernel can reach, got .*OnDeviceOrHost; "):
+    with pytest.raises(TypeError, match=r"k must be an array that a kernel can reach, got .*OnDeviceOrHost; "):
         read_array("k", array, 0)
 
 

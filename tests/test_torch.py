@@ -267,7 +267,7 @@ def test_a_cache_detached_inside_is_refused():
         store_kvcache(k, k, k_cache, v_cache.detach(), indices)
 
     k_cache, v_cache = (torch.zeros(SLOTS, WIDTH, device=DEVICE) for _ in range(2))
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="v_cache must not be .*, or detached, within"):
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"v_cache must not be .*, or detached, within"):
         torch.compile(step, fullgraph=True, backend="aot_eager")(numbers(1, WIDTH), k_cache, v_cache, slot_tensor(3))
     assert not k_cache.any()
     assert not v_cache.any()
