@@ -240,10 +240,12 @@ def _numpy_facts(
 
 
 def _read_cuda_array_interface(name: str, array: Any, stream: int) -> View:
-    interface = array.__cuda_array_interface__
     try:
-        if interface.get("mask") is not None:
-            raise ValueError(f"{name} is a masked array; pass its data and leave masked rows out of the batch")
+        interface = array.__cuda_array_interface__
+    except AttributeError as error:  # of a type whose arrays may be on the host as well
+        raise _not_a_device_array(name, array) from error
+    try:
+        masked = interface.get("mask") is not None
         # Integers of other types would come back from caches in the place of equal plain ones.
         shape = tuple(map(operator.index, interface["shape"]))
         dtype, itemsize = _numpy_dtype(str(interface["typestr"]), repr(interface.get("descr")))
@@ -251,8 +253,10 @@ def _read_cuda_array_interface(name: str, array: Any, stream: int) -> View:
         strides = _dense_strides(shape, itemsize) if strides is None else tuple(map(operator.index, strides))
         address, readonly = interface["data"]
         address = 0 if address is None else operator.index(address)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TypeError(f"{name} has a malformed __cuda_array_interface__: {error!r}") from error
+    if masked:
+        raise ValueError(f"{name} is a masked array; pass its data and leave masked rows out of the batch")
     if len(strides) != len(shape):
         raise ValueError(f"{name} must have a stride per dimension, got shape {shape} and strides {strides}")
     device = _device_of(name, address, shape)
@@ -433,7 +437,8 @@ def current_stream(array: Any) -> int:
     if cupy is not None and isinstance(array, cupy.ndarray):
         return int(cupy.cuda.get_current_stream(array.data.device_id).ptr)
     interface = getattr(array, "__cuda_array_interface__", None)
-    return int((interface and interface.get("stream")) or 0)
+    exported = interface.get("stream") if isinstance(interface, dict) else None
+    return 0 if exported is None else stream_handle(exported)
 
 
 def stream_handle(stream: Any) -> int:

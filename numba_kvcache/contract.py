@@ -275,6 +275,9 @@ def check_shapes(arrays: dict[str, ArrayFacts], indices: ArrayFacts) -> dict[str
             )
     if len(indices.shape) != 1:
         raise ValueError(f"indices must have 1 dimension (B,), got shape {indices.shape}")
+    for name, facts in (*arrays.items(), ("indices", indices)):
+        if any(extent < 0 for extent in facts.shape):
+            raise ValueError(f"{name} must have no dimension of negative length, got shape {facts.shape}")
     batch = indices.shape[0]
     for name in ("k", "v"):
         count = arrays[name].shape[0]
@@ -315,7 +318,8 @@ def _size_limit(size_limit: int, k_slots: int, v_slots: int) -> int:
             f"size_limit must not exceed the caches' rows, got {size_limit} with {k_slots} rows in k_cache and "
             f"{v_slots} in v_cache: it is the bound that keeps writes inside them"
         )
-    return size_limit or slots
+    # The kernel counts in int64, and an index is less than this. (More rows are a library's word, as such strides are.)
+    return min(size_limit or slots, 2**63 - 1)
 
 
 def _check_devices(arrays: dict[str, ArrayFacts], indices: ArrayFacts) -> None:

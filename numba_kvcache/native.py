@@ -393,16 +393,16 @@ def read_dtype(array):
 
 @inlined
 def integer_attribute(thing, name):
-    """A plain int attribute as an unsigned word, or 0."""
+    """(whether the attribute is a plain int, it as an unsigned word, else 0)."""
     value = PyObject_GetAttr(thing, load(state() + name))
     if value == 0:
         forget_error()
-        return 0
-    number = 0
-    if object_type(value) == load(state() + INT_TYPE):
+        return False, 0
+    plain, number = object_type(value) == load(state() + INT_TYPE), 0
+    if plain:
         number = PyLong_AsUnsignedLongLongMask(value)
     Py_DecRef(value)
-    return number
+    return plain, number
 
 
 @inlined
@@ -416,7 +416,7 @@ def read_numba_memory(array, ordinal):
     if object_type(memory) == load(state() + OWNED_POINTER):
         pointer = PyObject_GetAttr(memory, load(state() + POINTER))  # a ctypes.c_void_p; None for null
         if pointer != 0:
-            address = integer_attribute(pointer, VALUE)
+            _, address = integer_attribute(pointer, VALUE)
             Py_DecRef(pointer)
         else:
             forget_error()
@@ -433,11 +433,12 @@ def read_cupy_memory(array, ordinal):
     if memory == 0:
         forget_error()
         return 0
-    address = integer_attribute(memory, PTR)
-    if load(state() + DEVICE_COUNT) != 1:
-        store(ordinal, integer_attribute(memory, DEVICE_ID))
+    known, address = integer_attribute(memory, PTR)
+    if known and load(state() + DEVICE_COUNT) != 1:
+        known, device = integer_attribute(memory, DEVICE_ID)
+        store(ordinal, device)
     Py_DecRef(memory)
-    return address
+    return address if known else 0
 
 
 @inlined
@@ -451,9 +452,9 @@ def library_stream(row, device, scratch):
         if stream == 0:
             forget_error()
             return False, 0
-        handle = integer_attribute(stream, PTR)
+        found, handle = integer_attribute(stream, PTR)
         Py_DecRef(stream)
-        return True, handle
+        return found, handle
     if call_current_stream(find, DL_CUDA, device, scratch) != 0:
         forget_error()
         return False, 0
@@ -481,7 +482,7 @@ def see_rows(view, leading):
     rows, stride = load(view + EXTENTS), load(view + PITCHES)
     if leading == 2:
         pages, page_rows, page_stride = rows, load(view + EXTENTS + 8), stride
-        if pages >= 2**31 or page_rows >= 2**31:
+        if pages < 1 or pages >= 2**31 or page_rows < 1 or page_rows >= 2**31:
             return False
         if page_rows > 1:
             stride = load(view + PITCHES + 8)

@@ -162,7 +162,11 @@ class Scale(NamedTuple):
 def read_scale(name: str, scale: Any, stream: int) -> Scale:
     """The scale that a caller gave: a number, or an array of one float32."""
     if isinstance(scale, numbers.Real) and not isinstance(scale, bool):
-        return Scale(ctypes.c_uint32.from_buffer(ctypes.c_float(float(scale))).value)
+        try:
+            number = float(scale)
+        except OverflowError as error:
+            raise ValueError(f"{name} must be within the range of a float, got a larger integer or fraction") from error
+        return Scale(ctypes.c_uint32.from_buffer(ctypes.c_float(number)).value)
     if isinstance(scale, bool | str | bytes | type(None) | list | tuple):
         raise TypeError(f"{name} must be a float or a device array of one float32, got {type(scale).__qualname__}")
     view = read_array(name, scale, stream)

@@ -54,10 +54,10 @@ def cache_folder() -> Path | None:
     Unset, it is `numba_kvcache` in the user's cache folder.
     """
     folder = os.environ.get("NUMBA_KVCACHE_CACHE_DIR")
-    if folder is not None:
-        return Path(folder).expanduser() if folder else None
     base = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA")
     try:
+        if folder is not None:
+            return Path(folder).expanduser() if folder else None
         return (Path(base) if base else Path.home() / ".cache") / "numba_kvcache"
     except RuntimeError:  # no home folder
         return None

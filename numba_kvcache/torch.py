@@ -163,8 +163,8 @@ def _find_view(name: str, cache: Any) -> tuple[Any, list[int]]:
         base = cache
     if base.dtype != cache.dtype or not torch._is_functional_tensor_base(base.elem):
         raise TypeError(
-            f"{name} must not be viewed as another dtype ({cache.dtype}) within a compiled function: it would be "
-            "copied; view it before"
+            f"{name} must not be viewed as another dtype ({cache.dtype}), or detached, within a compiled function: it "
+            "would be copied; do so before"
         )
     return base, [cache.storage_offset() - base.storage_offset(), *cache.shape, *cache.stride()]
 

@@ -445,12 +445,40 @@ class Interface:
         {"shape": (4.0, 8), "typestr": "<f2", "data": (0x1000, False)},
         {"shape": (4, 8), "typestr": "<f2", "data": (0x1000, False), "strides": (16.0, 2)},
         {"shape": (4, 8), "typestr": "<f2", "data": 0x1000},
+        {"shape": (4, 8), "typestr": "<f2", "data": (0x1000, False, 0)},
     ],
 )  # fmt: skip
 def test_malformed_interfaces(interface):
     read_array("k", Interface({"shape": (4, 8), "typestr": "<f2", "data": (0, False)}), 0)  # the type is known now
     with pytest.raises(TypeError, match="k has a malformed __cuda_array_interface__"):
         read_array("k", Interface(interface), 0)
+
+
+@needs_simulator
+def test_an_array_without_the_interface_that_others_of_its_type_have():
+    class OnDeviceOrHost:
+        @property
+        def __cuda_array_interface__(self):
+            return self.interface
+
+    array = OnDeviceOrHost()
+    array.interface = {"shape": (4, 8), "typestr": "<f2", "data": (0x1000, False)}
+    read_array("k", array, 0)
+    del array.interface
+    with pytest.raises(TypeError, match=r"k must be an array that a kernel can reach, got .*OnDeviceOrHost; "):
+        read_array("k", array, 0)
+
+
+@pytest.mark.parametrize("interface", [5, None, {}])
+def test_the_stream_of_a_malformed_interface(interface):
+    """Reading the array explains."""
+    assert current_stream(Interface(interface)) == 0
+
+
+@pytest.mark.parametrize(("stream", "error"), [(-1, ValueError), (2**64, ValueError), ("1", TypeError)])
+def test_an_exported_stream_is_checked_as_a_given_one(stream, error):
+    with pytest.raises(error, match="stream must be a"):
+        current_stream(Interface({"stream": stream}))
 
 
 @needs_simulator

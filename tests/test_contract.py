@@ -428,6 +428,13 @@ def test_negative_limit():
         call(size_limit=-1)
 
 
+@pytest.mark.parametrize("limit", [0, 2**63, 2**80])
+def test_a_limit_past_64_bits_is_one_that_the_kernel_can_take(limit):
+    """Such rows, one after another, are in no memory, but an array interface may say so."""
+    caches = {name: view(name, (2**40, 2**40, 128), strides=(2**48, 256, 2)) for name in ("k_cache", "v_cache")}
+    assert call(**caches, size_limit=limit).arguments[11] == 2**63 - 1
+
+
 # Empty batches and empty caches.
 
 
@@ -470,6 +477,22 @@ def test_one_device(name):
     shape, dtype = ((4,), "int64") if name == "indices" else ((64 if "cache" in name else 4, 128), "float16")
     with pytest.raises(ValueError, match=f"{name} on device 1 and k_cache on device 0"):
         call(**{name: view(name, shape, dtype, device=1)})
+
+
+@pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache", "indices"])
+def test_lengths_are_not_negative(name):
+    """Two of them make a positive number of rows."""
+    if name == "indices":
+        views = {"indices": view("indices", (-4,), "int64")}
+        views |= {source: view(source, (-4, 128)) for source in ("k", "v")}
+        name = "k"
+    elif "cache" in name:
+        views = {name: view(name, (-8, -8, 128), strides=(-2048, 256, 2))}
+    else:
+        views = {name: view(name, (4, -2, -64), strides=(256, -128, 2))}
+        views[f"{name}_cache"] = view(f"{name}_cache", (64, -2, -64), strides=(256, -128, 2))
+    with pytest.raises(ValueError, match=rf"{name} must have no dimension of negative length, got shape \(.*-"):
+        call(**views)
 
 
 # Strides and alignment.

@@ -302,6 +302,7 @@ def test_concurrent_writers_and_readers(folder):
     [
         ({"NUMBA_KVCACHE_CACHE_DIR": "/there"}, "/there"),
         ({"NUMBA_KVCACHE_CACHE_DIR": ""}, "None"),
+        ({"NUMBA_KVCACHE_CACHE_DIR": "~no_such_user_/there"}, "None"),
         ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/numba_kvcache"),
         ({"HOME": "/home/someone"}, "/home/someone/.cache/numba_kvcache"),
     ],

@@ -900,6 +900,8 @@ def test_cupy_arrays_on_another_gpu(cupy_road):
         lambda array: delattr(array.data, "ptr"),
         lambda array: setattr(array.data, "ptr", 0),
         lambda array: setattr(array.data, "ptr", "16"),
+        lambda array: delattr(array.data, "device_id"),
+        lambda array: setattr(array.data, "device_id", None),
     ],
 )  # fmt: skip
 @faked
@@ -917,6 +919,15 @@ def test_a_cupy_stream_that_cannot_be_found_is_given_back(cupy_road):
     assert not cupy_road(*cupy_arrays())
     assert control[fakes.LAUNCHES] == 0
     assert cupy_road(*cupy_arrays(), stream=3)
+
+
+@pytest.mark.parametrize("handle", [np.uint64(0x9000), None])
+@faked
+def test_a_cupy_stream_whose_handle_is_no_plain_int_is_given_back(cupy_road, handle):
+    """`cupy.cuda.ExternalStream` keeps what it is given, NumPy's integers too; the Python road reads them."""
+    fakes.cupy_streams[0] = handle
+    assert not cupy_road(*cupy_arrays())
+    assert control[fakes.LAUNCHES] == 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -946,6 +957,7 @@ def shaped(rows, row, strides=None, at=0x10000):
         ((2, 64), (4, 16), (256, 128, 1), None, False),  # heads apart
         ((1, 128), (4, 16), (128, 7, 1), None, True),
         ((128, 1), (64,), (128, 1, 9), None, True),
+        ((128,), (-2, -32), None, None, False),
     ],
 )
 @faked

@@ -262,6 +262,7 @@ REFUSED = {
     "skip": (ValueError, "skip_index must be within int64", {"skip_index": 2**63}),
     "skip's kind": (TypeError, "skip_index must be an integer", {"skip_index": 1.5}),
     "no scale": (TypeError, "k_scale must be a float or a device array .* got NoneType", {"k_scale": None}),
+    "huge scale": (ValueError, "k_scale must be within the range of a float", {"k_scale": 10**400}),
     "bool scale": (TypeError, "v_scale must be a float .* got bool", {"v_scale": True}),
 }  # fmt: skip
 

@@ -260,6 +260,20 @@ def test_a_cache_viewed_as_another_dtype_inside_is_refused(dtype, mode):
 
 
 @needs_kernels
+def test_a_cache_detached_inside_is_refused():
+    """Torch does not say what it is a view of. The message names what was done."""
+
+    def step(k, k_cache, v_cache, indices):
+        store_kvcache(k, k, k_cache, v_cache.detach(), indices)
+
+    k_cache, v_cache = (torch.zeros(SLOTS, WIDTH, device=DEVICE) for _ in range(2))
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"v_cache must not be .*, or detached, within"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(numbers(1, WIDTH), k_cache, v_cache, slot_tensor(3))
+    assert not k_cache.any()
+    assert not v_cache.any()
+
+
+@needs_kernels
 @on_both
 def test_a_refused_call_raises_its_error_and_writes_nothing(backend):
     caches = [numbers(SLOTS, WIDTH), numbers(SLOTS, WIDTH)]
