@@ -219,11 +219,11 @@ def test_grid(width, dtype):
 
 @needs_gpu
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="the fast road needs Python 3.12")
-@pytest.mark.parametrize(("as_sglang", "most"), [(False, 1.1), (True, 1.15)], ids=["bare", "as SGLang calls it"])
+@pytest.mark.parametrize(("as_sglang", "most"), [(False, 1.1), (True, 1.2)], ids=["bare", "as SGLang calls it"])
 def test_host_cost(as_sglang, most):
     """Over the plain call's: the best of many interleaved rounds, each short of filling the queue.
 
-    With `row_bytes` given, k is looked at in Python, to refuse what does not fit; that is what goes past 1.1.
+    With `row_bytes` given, k is looked at in Python, to refuse what does not fit: 1.15 (H200).
     """
     warmup(2048)
     assert fast_road.status() == "on"
