@@ -191,7 +191,7 @@ def check_quantised_store(
     size_limit = integer("size_limit", 0 if size_limit is None else size_limit)
     skip_index = None if skip_index is None else integer("skip_index", skip_index)
     if dtype is not None and not isinstance(dtype, str):
-        raise TypeError(f"dtype must be one of {', '.join(FORMATS)}, by name, got {type(dtype).__qualname__}")
+        raise TypeError(f"dtype must be one of {', '.join(map(repr, FORMATS))}, by name, got {dtype!r}")
     views = (k, v, k_cache, v_cache, indices)
     facts = _check_facts(*(view.facts for view in views), size_limit, dtype, skip_index)
     if facts is None:
@@ -275,7 +275,7 @@ def _check_sources(arrays: dict[str, ArrayFacts]) -> None:
 def _format(arrays: dict[str, ArrayFacts], dtype: str | None) -> str:
     """The name of the format that the caches hold."""
     if dtype is not None and dtype not in FORMATS:
-        raise ValueError(f"dtype must be one of {', '.join(FORMATS)}, got {dtype!r}")
+        raise ValueError(f"dtype must be one of {', '.join(map(repr, FORMATS))}, by name, got {dtype!r}")
     caches = arrays["k_cache"].dtype, arrays["v_cache"].dtype
     for name, kind in zip(("k_cache", "v_cache"), caches, strict=True):
         if kind not in (*_DTYPES, "uint8"):
