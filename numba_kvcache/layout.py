@@ -143,7 +143,7 @@ def integer(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be an integer, got {value}")
     if not isinstance(value, numbers.Integral) and any(hasattr(value, protocol) for protocol in ARRAY_PROTOCOLS):
         kind = type(value).__qualname__
-        raise TypeError(f"{name} must be an integer, got an array ({kind}), which the call might wait for; pass a number")
+        raise TypeError(f"{name} must be an integer, got an array ({kind}); reading it could wait for a GPU")
     try:
         return int(operator.index(value))
     except TypeError:

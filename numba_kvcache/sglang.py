@@ -11,7 +11,8 @@ Names, arguments and meanings are those of SGLang's kvcache module (`sglang.jit_
 in every process that holds a pool, before it serves. What differs from SGLang's own:
 
 - `reserved_skip_index` is off (-1) by default. SGLang from mid-2026 on has 0 there, and its pool does not pass it: with
-  such a version, put `functools.partial(kvcache.store_cache, reserved_skip_index=0)` in its place.
+  such a version, put `functools.partial(kvcache.store_cache, reserved_skip_index=0)` in its place. Else rows aimed at
+  slot 0 are written into it.
 - A row aimed at the reserved slot is skipped before the bounds assert, so that slot may lie outside the bounds.
 - More is refused: a `size_limit` above the rows of either cache, rows of a cache that overlap.
 - Nothing is compiled by `can_use_store_cache`; `numba_kvcache.warmup` does that.
@@ -59,8 +60,8 @@ def store_cache(
     indices : torch.Tensor, shape (B,), int32 or int64
         The slot of each row.
     row_bytes, v_row_bytes : int
-        Bytes of a row of `k` and of `v`, heads and all, or 0. They say what the tensors say already; there is no storing a part of a
-        row.
+        Bytes of a row of `k` and of `v`, heads and all, or 0. They say what the tensors say already; there is no
+        storing a part of a row.
     num_split : int
         1, 2 or 4 warps per row; 0 or less lets the package choose.
     size_limit : int

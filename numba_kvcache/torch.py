@@ -12,8 +12,8 @@ Four things are registered with torch:
 4. with functionalisation, by which op caches that are views are written (`_functionalize`).
 
 `store_kvcache` here is `numba_kvcache.store_kvcache` itself. `torch.export` and `make_fx` do not trace through Dynamo:
-call `torch.ops.numba_kvcache.store_kvcache` there. It takes what `store_kvcache` takes, but no `stream`, and no None for
-`size_limit`: 0 means the rows of the smaller cache.
+call `torch.ops.numba_kvcache.store_kvcache` there. It takes what `store_kvcache` takes, but for `stream`, and for None
+as `size_limit`: 0 means the rows of the smaller cache.
 """
 
 import contextlib

@@ -269,7 +269,7 @@ def test_host_objects_are_refused(array):
 
 @needs_no_gpu
 def test_without_a_gpu_host_arrays_are_shown_the_way_to_the_simulator():
-    with pytest.raises(TypeError, match=r"ndarray in host memory; copy .* no usable CUDA GPU: .*NUMBA_ENABLE_CUDASIM=1"):
+    with pytest.raises(TypeError, match=r"in host memory; copy .* no usable CUDA GPU: .*NUMBA_ENABLE_CUDASIM=1"):
         read_array("k", np.zeros((4, 128), np.float16), 0)
 
 

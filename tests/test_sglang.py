@@ -90,7 +90,7 @@ def test_a_row_of_heads_is_all_of_them():
 def test_a_part_of_a_row_of_heads_is_refused(row_bytes):
     arguments, _ = small_call()
     *arrays, indices = arguments
-    with pytest.raises(ValueError, match="^row_bytes must be the bytes of a row of k, 128, or 0"):
+    with pytest.raises(ValueError, match=r"^row_bytes must be the bytes of a row of k, 128, or 0"):
         kvcache.store_cache(*(array.view(-1, 4, 16) for array in arrays), indices, row_bytes=row_bytes)
 
 
