@@ -29,7 +29,8 @@ EPILOG = """\
 Every store is compared with a plain NumPy loop, untouched bytes included, before it is timed; the exit code is 0 only
 if all were exact. Peers (torch, Triton, CuPy, the CUDA C++ kernel through apache-tvm-ffi and nvcc) are measured where
 they are installed. Without a GPU, small batches of the same rows run on Numba's simulator, and the compiler's figures
-for their kernels are printed.
+for their kernels are printed. The column "prototype" is a Numba kernel from before this package, kept as it was: one
+thread per 16 bytes of a row.
 
 examples:
   python bench.py
@@ -142,7 +143,14 @@ def _few(cells: tuple[Cell, ...]) -> tuple[Cell, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; the exit code, 0 only if every store was exact (and drawn, where --plot asks for it)."""
+    from numba_kvcache.__main__ import readers_may_leave
+
     options = parse(arguments)
+    with readers_may_leave():
+        return _do(options)
+
+
+def _do(options: argparse.Namespace) -> int:
     if options.fp8:
         from .fp8 import run_fp8
 
@@ -151,9 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = from_json(json.loads(options.source.read_text()))
     else:
         results = _run(select_cells(options), sets=options.sets, host=not options.no_host, tune=options.tune)
-    print_report(results)
-    if options.json:
+    if options.json:  # before the report, which may lose its reader
         options.json.write_text(json.dumps(to_json(results), indent=1) + "\n")
+    print_report(results)
     drawn = not options.plot or _plot(results, options.plot)
     return 0 if results.exact and drawn else 1
 

@@ -4,6 +4,8 @@ python examples/numba_arrays.py
 NUMBA_ENABLE_CUDASIM=1 python examples/numba_arrays.py
 """
 
+import sys
+
 import numpy as np
 from numba import cuda
 
@@ -14,6 +16,8 @@ LAYERS, SLOTS, WIDTH, TOKENS = 4, 64, 128, 3
 
 def main() -> None:
     """Store, then compare with NumPy's answer."""
+    if not cuda.is_available():
+        sys.exit("numba_arrays.py needs a GPU, or NUMBA_ENABLE_CUDASIM=1")
     rng = np.random.default_rng(0)
 
     # K and V stand side by side in one array, as a fused projection leaves them: each is a slice of it, not a copy.

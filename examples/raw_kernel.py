@@ -7,6 +7,7 @@ for experiments, and for kernels built upon this one.
     NUMBA_ENABLE_CUDASIM=1 python examples/raw_kernel.py
 """
 
+import sys
 import warnings
 from typing import Any
 
@@ -27,6 +28,8 @@ def address(array: Any) -> int:
 
 def main() -> None:
     """Store, then compare with NumPy's answer."""
+    if not cuda.is_available():
+        sys.exit("raw_kernel.py needs a GPU, or NUMBA_ENABLE_CUDASIM=1")
     rng = np.random.default_rng(0)
     k_rows, v_rows = (rng.standard_normal((TOKENS, WIDTH)).astype(np.float32) for _ in range(2))
     slots = np.array([9, 2, 15, 0], np.int64)

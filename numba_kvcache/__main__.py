@@ -1,10 +1,11 @@
 """`python -m numba_kvcache inspect`: the layout and the machine code of one specialisation, without a GPU."""
 
 import argparse
+import contextlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from .compiler import EARLY_LAUNCH_SINCE
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     inspect.add_argument("--num-split", type=int, default=0, help="warps per row: 1, 2, 4, or 0 to choose (default)")
     inspect.add_argument(
         "--strategy", choices=tuple(STRATEGIES), default="plain",
-        help="small grids on compute capability 9.0 and up run release-first, middle ones past-l1; default: plain",
+        help="release-first serves the smallest batches (from compute capability 9.0), past-l1 the middle, plain the "
+        "rest; where one ends and the next begins goes by row bytes and the GPU's SMs (default: plain)",
     )  # fmt: skip
     inspect.add_argument("--index-dtype", choices=tuple(INDEX_BITS), default="int64", help="default: int64")
     inspect.add_argument(
@@ -53,15 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code.add_argument("--sass", action="store_true", help="print the machine code instead (needs nvdisasm)")
     options = parser.parse_args(arguments)
     try:
-        _print(_answer(options))
+        with readers_may_leave():
+            print(_answer(options))
     except (ValueError, RuntimeError) as error:
         inspect.error(" ".join(str(error).split()))
 
 
-def _print(text: str) -> None:
-    """Print, and end quietly where the reader (`| head`) has seen enough."""
+@contextlib.contextmanager
+def readers_may_leave() -> Iterator[None]:
+    """Print within it, and the process ends quietly where the reader (`| head`) has seen enough."""
     try:
-        print(text, flush=True)
+        yield
+        sys.stdout.flush()
     except BrokenPipeError:
         # Or the interpreter would flush what is left on its way out, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -116,9 +121,11 @@ def _describe(report: KernelReport) -> str:
             _line("early launch: release", counts.releases),
         ],
     ]
-    text = [f"{report.spec.name} for sm_{report.cc[0]}{report.cc[1]}", *("\n".join(lines) for lines in sections)]
-    if report.source == "PTX":
-        text.append(f"Counted in PTX, not in machine code: {NVDISASM_MISSING}")
+    strategy = next(name for name, strategy in STRATEGIES.items() if strategy == report.spec.strategy)
+    header = f"{report.spec.name} for sm_{report.cc[0]}{report.cc[1]}, strategy: {strategy}"
+    text = [header, *("\n".join(lines) for lines in sections)]
+    if report.no_sass:
+        text.append(f"Counted in PTX, not in machine code: {report.no_sass}")
     elif layout.steps > 1:
         text.append("A step's instructions may stand in the code several times: the compiler unrolls the steps.")
     return "\n\n".join(text)

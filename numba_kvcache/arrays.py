@@ -171,6 +171,10 @@ def _not_a_device_array(name: str, array: Any, where: str = "") -> TypeError:
         cure = "the simulator takes NumPy arrays, cuda.to_device arrays, torch CPU tensors and DLPack on the host"
     else:
         cure = "copy it to the GPU first (numba.cuda.to_device, tensor.cuda())"
+        try:
+            driver.initialise()
+        except RuntimeError as error:
+            cure += f"; {error}"
     return TypeError(f"{name} must be an array that a kernel can reach, got {kind}{where}; {cure}")
 
 
@@ -178,7 +182,10 @@ def _read_torch(name: str, tensor: Any, stream: int) -> View:
     try:
         address, strides = tensor.data_ptr(), tensor.stride()
     except RuntimeError as error:  # sparse, fake and functional tensors own no memory
-        raise ValueError(f"{name} is a torch tensor without plain strided memory: {error}") from error
+        raise ValueError(
+            f"{name} is a torch tensor without plain strided memory: {error} (Where a graph is traced, as torch.export "
+            "does, import numba_kvcache.torch and call torch.ops.numba_kvcache.store_kvcache.)"
+        ) from error
     known = _torch_facts(tensor.shape, strides, tensor.dtype, tensor.device)
     if known is None:
         raise _not_a_device_array(name, tensor, f" on device {tensor.device}")
@@ -386,7 +393,8 @@ def _export(name: str, array: Any, stream: int | None) -> tuple[int, Any]:
     try:
         kind, ordinal = array.__dlpack_device__()
         if kind not in _DL_REACHED:
-            raise _not_a_device_array(name, array, f" on DLPack device ({int(kind)}, {ordinal})")
+            where = " in host memory" if kind == _DL_CPU else f" on DLPack device ({int(kind)}, {ordinal})"
+            raise _not_a_device_array(name, array, where)
         try:
             return ordinal, array.__dlpack__(stream=stream, max_version=(1, 3))
         except TypeError:  # a producer of before DLPack 1.0

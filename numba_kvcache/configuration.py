@@ -1,6 +1,7 @@
 """What is in use on this machine, and why: `numba_kvcache.show_config()`."""
 
 import platform
+from collections.abc import Callable
 
 import numba
 import numpy
@@ -34,12 +35,20 @@ def configuration() -> dict[str, str]:
     facts.update(_gpu())
     folder = settings.cache_folder()
     facts["kernel cache"] = str(folder) if folder else "off"
-    facts["fast host road"] = fast_road.status()
+    facts["fast host road"] = _answer(fast_road.status)
     for kind, way in fast_road.ways.items():
         facts[f"{kind.__module__}.{kind.__qualname__}"] = way
-    if not fast_road.ways:
+    if not fast_road.ways and not settings.SIMULATED:
         facts["arrays"] = "none stored yet: each type's road is known after its first call"
     return facts
+
+
+def _answer(question: Callable[[], str]) -> str:
+    """The answer, or what is wrong with a switch in the environment that it depends on."""
+    try:
+        return question()
+    except ValueError as error:
+        return str(error)
 
 
 def _toolkit() -> list[tuple[str, str]]:
@@ -55,14 +64,16 @@ def _gpu() -> dict[str, str]:
         major, minor = driver.compute_capability(device)
     except RuntimeError as error:
         return {"gpu": f"none: {error}"}
-    if not settings.early_launch():
-        early = "off: NUMBA_KVCACHE_EARLY_LAUNCH is 0"
-    elif (major, minor) < EARLY_LAUNCH_SINCE:
-        early = "off: needs compute capability {}.{}".format(*EARLY_LAUNCH_SINCE)
-    else:
-        early = "on"
     return {
         "gpu": f"{driver.device_name(device)} (device {device} of {driver.device_count()}), compute capability "
         f"{major}.{minor}, {driver.sm_count(device)} SMs, driver for CUDA {driver.driver_version()}",
-        "early launch": early,
+        "early launch": _answer(lambda: _early_launch((major, minor))),
     }
+
+
+def _early_launch(cc: tuple[int, int]) -> str:
+    if not settings.early_launch():
+        return "off: NUMBA_KVCACHE_EARLY_LAUNCH is 0"
+    if cc < EARLY_LAUNCH_SINCE:
+        return "off: needs compute capability {}.{}".format(*EARLY_LAUNCH_SINCE)
+    return "on"

@@ -225,7 +225,7 @@ def check_arrangement(
     """Check all that needs neither dtypes nor addresses, of what check_shapes has passed; None for an empty batch."""
     for name in ("k_cache", "v_cache"):
         if arrays[name].readonly:
-            raise ValueError(f"{name} must be writable, got a read-only array")
+            raise ValueError(f"{name} must be writable, got a read-only array (JAX arrays never change)")
     limit = _size_limit(limit, rows["k_cache"].count, rows["v_cache"].count)
     batch = indices.shape[0]
     if batch == 0:
@@ -334,13 +334,22 @@ def _check_devices(arrays: dict[str, ArrayFacts], indices: ArrayFacts) -> None:
 def _row_stride(name: str, facts: ArrayFacts, rows: Rows) -> int:
     given = f"got strides {facts.strides} bytes with shape {facts.shape}"
     if not rows.dense:
-        raise ValueError(f"{name} must have dense rows (inner stride {facts.itemsize} bytes), {given}")
+        raise ValueError(
+            f"{name} must have dense rows: the elements of a row must follow one another (C order), {given}; "
+            + _cure_of_gaps(name)
+        )
     if rows.stride is None:
         raise ValueError(
             f"{name} must have one stride for the slots of all pages (page stride = page size * slot stride), {given}; "
             "where other pages lie between these, pass a view of the whole pool as (slots, *row), and count slots in it"
         )
     return _stride_of_64_bits(name, rows.stride)
+
+
+def _cure_of_gaps(name: str) -> str:
+    if name in ("k", "v"):
+        return f"pass a dense copy of it ({name}.contiguous(), say), or a view with dense rows"
+    return "a cache whose heads lie outside of its slots, (pages, heads, page size, D), is not served, however viewed"
 
 
 def _stride_of_64_bits(name: str, stride: int) -> int:

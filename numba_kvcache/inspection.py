@@ -1,7 +1,7 @@
 """What the compiler made of a kernel: registers, spills, loads and stores by width. Needs no GPU.
 
 Registers and spills are the linker's own words. Instructions are counted in machine code (SASS) where nvdisasm is
-installed, and otherwise in PTX, which the linker may still unroll or reorder; the report says which.
+installed and knows the GPU, and otherwise in PTX, which the linker may still unroll or reorder; the report says which.
 """
 
 import re
@@ -82,13 +82,18 @@ class CompiledKernel:
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What inspect_kernel found. `source` is where the instructions were counted: "SASS" or "PTX"."""
+    """What inspect_kernel found; `no_sass` says why the instructions were counted in PTX, and is empty if in SASS."""
 
     spec: StoreSpec
     cc: tuple[int, int]
     resources: Resources
     counts: CodeCounts
-    source: str
+    no_sass: str = ""
+
+    @property
+    def source(self) -> str:
+        """Where the instructions were counted."""
+        return "PTX" if self.no_sass else "SASS"
 
     def __str__(self) -> str:
         """One line."""
@@ -112,12 +117,17 @@ def inspect_kernel(spec: StoreSpec, cc: tuple[int, int]) -> KernelReport:
     ValueError
         The installed compiler does not know `cc`, or `cc` lacks the early launch that `spec` asks for.
     RuntimeError
-        On the simulator, which has no compiler; or nvdisasm is there but cannot read the code.
+        On the simulator, which has no compiler.
     """
     kernel = compile_kernel(spec, cc)
-    nvdisasm = find_nvdisasm()
-    counts = parse_sass(disassemble(kernel.cubin, nvdisasm)) if nvdisasm else parse_ptx(kernel.ptx)
-    return KernelReport(spec, cc, parse_report(kernel.link_report), counts, "SASS" if nvdisasm else "PTX")
+    resources, nvdisasm = parse_report(kernel.link_report), find_nvdisasm()
+    if nvdisasm is None:
+        return KernelReport(spec, cc, resources, parse_ptx(kernel.ptx), NVDISASM_MISSING)
+    try:
+        sass = disassemble(kernel.cubin, nvdisasm)
+    except RuntimeError as error:
+        return KernelReport(spec, cc, resources, parse_ptx(kernel.ptx), " ".join(str(error).split()))
+    return KernelReport(spec, cc, resources, parse_sass(sass))
 
 
 def compile_kernel(spec: StoreSpec, cc: tuple[int, int]) -> CompiledKernel:
@@ -153,7 +163,10 @@ def disassemble(cubin: bytes, nvdisasm: str) -> str:
         file.write_bytes(cubin)
         done = subprocess.run([nvdisasm, "-c", str(file)], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{nvdisasm} cannot read this code (is it older than the compiler?): {done.stderr.strip()}")
+        raise RuntimeError(
+            f"{nvdisasm} cannot read this code (it may be older than the compiler, or too new for this generation of "
+            f"GPUs): {done.stderr.strip()}"
+        )
     return done.stdout
 
 

@@ -9,6 +9,7 @@ SGLang); `num_split=0` lets this module choose, down to a single thread per row.
 """
 
 import functools
+import numbers
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -129,13 +130,20 @@ class StoreLayout:
         return -(-batch * self.parts // self.groups)
 
 
+# Reading an integer out of an array on a GPU waits for it.
+ARRAY_PROTOCOLS = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
+
+
 def integer(name: str, value: Any) -> int:
-    """`value` as a plain int; TypeError unless it is an integer (NumPy's are, bool is not).
+    """`value` as a plain int; TypeError unless it is an integer (NumPy's are; bool and arrays of one element are not).
 
     Plain, because equal integers of other types hash alike: one in a cached layout would come back for every int.
     """
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got {value}")
+    if not isinstance(value, numbers.Integral) and any(hasattr(value, protocol) for protocol in ARRAY_PROTOCOLS):
+        kind = type(value).__qualname__
+        raise TypeError(f"{name} must be an integer, got an array ({kind}); reading it could wait for a GPU")
     try:
         return int(operator.index(value))
     except TypeError:

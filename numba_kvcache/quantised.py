@@ -64,13 +64,14 @@ def store_kvcache_fp8(
 
     Parameters
     ----------
-    k : device array, shape (B, D), bfloat16, float16 or float32
-        New keys, one row per token; D is a multiple of 4. Any row stride, dense rows, 4-byte aligned.
-    v : device array, shape (B, Dv)
-        New values, of k's dtype. Width and strides may differ from k's.
-    k_cache : device array, shape (N, D), float8_e4m3fn, float8_e5m2 or uint8
-        Slots for keys; rows must not overlap, and are 4-byte aligned.
-    v_cache : device array, shape (Nv, Dv)
+    k : device array, shape (B, D) or (B, H, D), bfloat16, float16 or float32
+        New keys, one row per token, of a multiple of 4 elements. Any row stride, dense rows, 4-byte aligned.
+    v : device array, shape (B, Dv) or (B, Hv, Dv)
+        New values, of k's dtype. Row shape and strides may differ from k's.
+    k_cache : device array, shape (N, *row) or (P, S, *row), where row is k.shape[1:]
+        Slots for keys, or pages of S slots, all of them one stride apart; float8_e4m3fn, float8_e5m2 or uint8. Rows
+        must not overlap, and are 4-byte aligned.
+    v_cache : device array, shape (Nv, *row) or (Pv, Sv, *row), where row is v.shape[1:]
         Slots for values, of k_cache's dtype.
     indices : device array, shape (B,), int32 or int64
         The slot of each row. A slot outside [0, size_limit) fails an assert on the device.
@@ -180,10 +181,10 @@ def read_scale(name: str, scale: Any, stream: int) -> Scale:
 
 
 def check_quantised_store(
-    k: ArrayView,  # (B, D)
-    v: ArrayView,  # (B, Dv)
-    k_cache: ArrayView,  # (N, D)
-    v_cache: ArrayView,  # (Nv, Dv)
+    k: ArrayView,  # (B, D) or (B, H, D)
+    v: ArrayView,  # (B, Dv) or (B, Hv, Dv)
+    k_cache: ArrayView,  # (N, *row) or (P, S, *row), with the row of k
+    v_cache: ArrayView,  # (Nv, *row) or (Pv, Sv, *row), with the row of v
     indices: ArrayView,  # (B,) int32 or int64
     k_scale: Scale,
     v_scale: Scale,
@@ -195,7 +196,7 @@ def check_quantised_store(
     size_limit = integer("size_limit", 0 if size_limit is None else size_limit)
     skip_index = None if skip_index is None else integer("skip_index", skip_index)
     if dtype is not None and not isinstance(dtype, str):
-        raise TypeError(f"dtype must be one of {', '.join(FORMATS)}, by name, got {type(dtype).__qualname__}")
+        raise TypeError(f"dtype must be one of {', '.join(map(repr, FORMATS))}, by name, got {dtype!r}")
     views = (k, v, k_cache, v_cache, indices)
     facts = _check_facts(*(view.facts for view in views), size_limit, dtype, skip_index)
     if facts is None:
@@ -279,7 +280,7 @@ def _check_sources(arrays: dict[str, ArrayFacts]) -> None:
 def _format(arrays: dict[str, ArrayFacts], dtype: str | None) -> str:
     """The name of the format that the caches hold."""
     if dtype is not None and dtype not in FORMATS:
-        raise ValueError(f"dtype must be one of {', '.join(FORMATS)}, got {dtype!r}")
+        raise ValueError(f"dtype must be one of {', '.join(map(repr, FORMATS))}, by name, got {dtype!r}")
     caches = arrays["k_cache"].dtype, arrays["v_cache"].dtype
     for name, kind in zip(("k_cache", "v_cache"), caches, strict=True):
         if kind not in (*_DTYPES, "uint8"):

@@ -11,7 +11,8 @@ Names, arguments and meanings are those of SGLang's kvcache module (`sglang.jit_
 in every process that holds a pool, before it serves. What differs from SGLang's own:
 
 - `reserved_skip_index` is off (-1) by default. SGLang from mid-2026 on has 0 there, and its pool does not pass it: with
-  such a version, put `functools.partial(kvcache.store_cache, reserved_skip_index=0)` in its place.
+  such a version, put `functools.partial(kvcache.store_cache, reserved_skip_index=0)` in its place. Else rows aimed at
+  slot 0 are written into it.
 - A row aimed at the reserved slot is skipped before the bounds assert, so that slot may lie outside the bounds.
 - More is refused: a `size_limit` above the rows of either cache, rows of a cache that overlap.
 - Nothing is compiled by `can_use_store_cache`; `numba_kvcache.warmup` does that.
@@ -22,6 +23,7 @@ and 1.15 times with that (host of an H200). Under torch.compile the call is trac
 
 import functools
 import logging
+import math
 from typing import Any
 
 import torch
@@ -51,15 +53,15 @@ def store_cache(
 
     Parameters
     ----------
-    k, v : torch.Tensor, shape (B, D) and (B, Dv)
+    k, v : torch.Tensor, shape (B, D) and (B, Dv), or (B, H, D) and (B, Hv, Dv)
         New keys and values, rows dense.
-    k_cache, v_cache : torch.Tensor, shape (N, D) and (Nv, Dv)
-        Slots, of k's dtype.
+    k_cache, v_cache : torch.Tensor, shape (N, *row) and (Nv, *row), each with the row of its source
+        Slots, or pages of them as in numba_kvcache.store_kvcache; of k's dtype.
     indices : torch.Tensor, shape (B,), int32 or int64
         The slot of each row.
     row_bytes, v_row_bytes : int
-        Bytes of a row of `k` and of `v`, or 0. They say what the tensors say already; there is no storing a part of a
-        row.
+        Bytes of a row of `k` and of `v`, heads and all, or 0. They say what the tensors say already; there is no
+        storing a part of a row.
     num_split : int
         1, 2 or 4 warps per row; 0 or less lets the package choose.
     size_limit : int
@@ -75,9 +77,9 @@ def store_cache(
         As numba_kvcache.store_kvcache.
     """
     if row_bytes and row_bytes != k.shape[-1] * k.itemsize:
-        raise _wrong_width("row_bytes", row_bytes, "k", k)
+        _check_row_of_heads("row_bytes", row_bytes, "k", k)
     if v_row_bytes and v_row_bytes != v.shape[-1] * v.itemsize:
-        raise _wrong_width("v_row_bytes", v_row_bytes, "v", v)
+        _check_row_of_heads("v_row_bytes", v_row_bytes, "v", v)
     if num_split < 0:
         num_split = 0
     if size_limit < 0:
@@ -88,11 +90,14 @@ def store_cache(
         store_kvcache(k, v, k_cache, v_cache, indices, num_split, size_limit, skip_index=reserved_skip_index)
 
 
-def _wrong_width(name: str, row_bytes: int, owner: str, tensor: Any) -> ValueError:
-    return ValueError(
-        f"{name} must be the bytes of a row of {owner}, {tensor.shape[-1] * tensor.itemsize}, or 0, got {row_bytes}; "
-        "to store a part of each row, slice rows and cache alike"
-    )
+def _check_row_of_heads(name: str, row_bytes: int, owner: str, tensor: Any) -> None:
+    """ValueError unless a row, heads and all, has `row_bytes` bytes."""
+    whole = math.prod(tensor.shape[1:]) * tensor.itemsize
+    if row_bytes != whole:
+        raise ValueError(
+            f"{name} must be the bytes of a row of {owner}, {whole}, or 0, got {row_bytes}; "
+            "to store a part of each row, slice rows and cache alike"
+        )
 
 
 @torch.compiler.assume_constant_result

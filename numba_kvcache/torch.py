@@ -3,15 +3,17 @@
     import numba_kvcache.torch
     from numba_kvcache import store_kvcache
 
-Three things are registered with torch:
+Four things are registered with torch:
 
 1. the op `numba_kvcache::store_kvcache`, which says what is written and runs `store_kvcache`;
 2. with Dynamo, that a call of `store_kvcache` is traced as a call of the op. Dynamo is told of the function object, so
    an eager call is the plain call, at no added cost: the op's own price is never paid outside a compiled graph;
-3. with functionalisation, by which op caches that are views are written (`_functionalize`).
+3. with Dynamo, that a call of `store_kvcache_fp8` breaks the graph: it has no op yet;
+4. with functionalisation, by which op caches that are views are written (`_functionalize`).
 
 `store_kvcache` here is `numba_kvcache.store_kvcache` itself. `torch.export` and `make_fx` do not trace through Dynamo:
-call `torch.ops.numba_kvcache.store_kvcache` there.
+call `torch.ops.numba_kvcache.store_kvcache` there. It takes what `store_kvcache` takes, but for `stream`, and for None
+as `size_limit`: 0 means the rows of the smaller cache.
 """
 
 import contextlib
@@ -22,6 +24,7 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from .dispatch import store_kvcache
+from .quantised import store_kvcache_fp8
 
 __all__ = ["store_kvcache"]
 
@@ -76,6 +79,13 @@ def _leave_untraced(function: Any) -> None:
 
 
 _leave_untraced(store_kvcache)
+_leave_untraced(store_kvcache_fp8)
+
+
+@torch.compiler.substitute_in_graph(store_kvcache_fp8, skip_signature_check=True)
+def _untraced_fp8(*arguments: Any, **options: Any) -> None:
+    """Traced in the place of a call, which then breaks the graph: Dynamo would trace the Python road until it fails."""
+    raise NotImplementedError("store_kvcache_fp8 breaks the graph: it has no op for compiled graphs yet")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from support import (
     make_rows,
     needs_compiler,
     needs_kernels,
+    needs_no_gpu,
     needs_simulator,
     optional,
     synchronize,
@@ -250,11 +251,9 @@ def test_dlpack_devices_that_a_kernel_reaches(kind, device):
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", [1, 10])
-def test_dlpack_devices_that_it_does_not(kind):
-    with pytest.raises(
-        TypeError, match=rf"k must be an array that a kernel can reach.* on DLPack device \({kind}, 0\)"
-    ):
+@pytest.mark.parametrize(("kind", "where"), [(1, "in host memory;"), (10, r"on DLPack device \(10, 0\);")])
+def test_dlpack_devices_that_it_does_not(kind, where):
+    with pytest.raises(TypeError, match=rf"k must be an array that a kernel can reach, got .*DLPackArray {where}"):
         read_array("k", DLPackArray(0x1000, (4, 8), None, device=(kind, 0)), 0)
 
 
@@ -266,6 +265,12 @@ def test_host_objects_are_refused(array):
         TypeError, match=rf"k must be an array that a kernel can reach, got .*{kind}.*copy it to the GPU"
     ):
         read_array("k", array, 0)
+
+
+@needs_no_gpu
+def test_without_a_gpu_host_arrays_are_shown_the_way_to_the_simulator():
+    with pytest.raises(TypeError, match=r"in host memory; copy .* no usable CUDA GPU: .*NUMBA_ENABLE_CUDASIM=1"):
+        read_array("k", np.zeros((4, 128), np.float16), 0)
 
 
 @needs_simulator

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import needs_compiler, needs_no_gpu, optional
+from support import TESTS, child_environment, needs_compiler, needs_no_gpu, optional
 
 from benchmarks import command_line, simulated, without_gpu
 from benchmarks.as_json import from_json, to_json
@@ -679,3 +679,15 @@ def test_fp8_goes_with_no_other_option(other, capsys):
     with pytest.raises(SystemExit):
         command_line.parse(["--fp8", *other])
     assert "--fp8 measures cells of its own" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough():
+    """`bench.py --from run.json | head -1`: no traceback, and nothing on stderr."""
+    root = TESTS.parent
+    command = [sys.executable, "bench.py", "--from", "docs/results/h200-cells.json"]
+    child = subprocess.Popen(
+        command, cwd=root, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    child.stdout.close()
+    assert (child.stderr.read(), child.wait(timeout=60)) == ("", 1)
+    child.stderr.close()

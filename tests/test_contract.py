@@ -301,8 +301,16 @@ def test_row_shapes_must_agree(shapes, message):
 )  # fmt: skip
 def test_rows_of_heads_are_dense(name, shape, strides):
     given = ", ".join(map(str, strides))
-    with pytest.raises(ValueError, match=rf"{name} must have dense rows .* got strides \({given}\) bytes with shape"):
+    with pytest.raises(ValueError, match=rf"{name} must have dense rows: .* got strides \({given}\) bytes with shape"):
         shaped(**{name: view(name, shape, strides=strides)})
+
+
+def test_gaps_between_heads_are_cured_in_a_source_and_not_served_in_a_cache():
+    """The inner stride is right in both: k is ``(4, 8, 32)[..., :16]``, the cache ``(16, 8, 4, 16)`` transposed."""
+    with pytest.raises(ValueError, match=r"follow one another .* \(512, 64, 2\) .*; pass a dense copy of it \(k\.cont"):
+        shaped(k=view("k", (4, 8, 16), strides=(512, 64, 2)))
+    with pytest.raises(ValueError, match=r"heads lie outside of its slots, .* is not served"):
+        shaped(k_cache=view("k_cache", (16, 4, 8, 16), strides=(1024, 32, 128, 2)))
 
 
 @pytest.mark.parametrize("strides", [(2048, 256, 32, 2), (-1024, 256, 32, 2), (0, 256, 32, 2), (256, 4096, 32, 2)])
@@ -509,7 +517,9 @@ def test_source_pitch(pitch, expected):
 def test_inner_stride(name, inner):
     rows = 64 if "cache" in name else 4
     with pytest.raises(
-        ValueError, match=rf"{name} must have dense rows \(inner stride 2 bytes\), got strides \(256, {inner}\)"
+        ValueError,
+        match=rf"{name} must have dense rows: the elements of a row must follow one another \(C order\), got strides "
+        rf"\(256, {inner}\)",
     ):
         call(**{name: view(name, (rows, 128), strides=(256, inner))})
 

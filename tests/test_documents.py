@@ -1,11 +1,15 @@
 """What README and docs say in code: the examples run, and the excerpts are lines of the files that they name."""
 
+import inspect
 import re
 import shlex
 from itertools import groupby
 
 import pytest
 from support import TESTS, needs_compiler, needs_gpu, optional, run_python
+
+import numba_kvcache
+from numba_kvcache.layout import plan_store
 
 ROOT = TESTS.parent
 README = (ROOT / "README.md").read_text()
@@ -85,6 +89,43 @@ def test_links_lead_somewhere(page):
             headings = re.findall(r"^#+ (.*)$", other.read_text(), re.MULTILINE)
             slugs = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
             assert anchor[1:] in slugs, target + anchor
+
+
+# The rows of the layout table: what plan_store is asked, in the table's order.
+PLANNED = {
+    "128": (128,),
+    "200": (200, 0, 0, 8, 8),
+    "1,152 (K), 1,024 (V)": (1152, 1024),
+    "2,048": (2048,),
+    "65,536": (65536,),
+    "2,048, `num_split=4`": (2048, 0, 4),
+    "8,192, `num_split=1`": (8192, 0, 1),
+}
+
+
+def test_layout_table():
+    table = (ROOT / "docs" / "how-it-works.md").read_text().split("| groups per block |\n")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
+    assert [row[0] for row in rows] == list(PLANNED)
+    for name, *cells in rows:
+        layout = plan_store(*PLANNED[name])
+        idle = f" (and {layout.idle_threads} threads idle)" if layout.idle_threads else ""
+        assert layout.k.loops == layout.v.loops
+        assert layout.k.vector_bytes == layout.v.vector_bytes
+        assert cells == [
+            f"{layout.k.vector_bytes} B", f"{layout.threads}", f"{layout.k.loops}", f"{layout.parts}",
+            f"{layout.steps}", f"{layout.groups}{idle}",
+        ], name  # fmt: skip
+
+
+@pytest.mark.parametrize("function", ["store_kvcache", "store_kvcache_fp8", "warmup"])
+def test_readme_gives_signatures_as_they_are(function):
+    """Without their annotations."""
+    signature = inspect.signature(getattr(numba_kvcache, function))
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    stated = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    text = re.sub(r"\s+", " ", README).replace("( ", "(").replace(" )", ")")
+    assert f"{function}{stated}".replace("'", '"') in text
 
 
 def test_readme_names_every_variable():

@@ -11,6 +11,7 @@ from support import (
     make_rows,
     needs_compiler,
     needs_kernels,
+    optional,
     synchronize,
 )
 
@@ -240,6 +241,22 @@ def test_numpy_integers_are_plain_integers_to_the_helpers(kind):
     layout = make_store_kernel(kind(52), num_split=kind(1), alignment=kind(4)).layout
     assert type(layout.k.row_bytes) is type(layout.parts) is int
     assert type(plan_store(52).k.row_bytes) is int
+
+
+@needs_kernels
+@pytest.mark.parametrize("option", ["num_split", "size_limit", "skip_index"])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_options_in_arrays(scene, option, shape):
+    """One on a GPU would be waited for. (NumPy's 0-d array stands for all that have an array's protocol.)"""
+    scene.refuse(TypeError, f"{option} must be an integer, got an array", **{option: np.ones(shape, np.int64)})
+
+
+def test_helpers_refuse_tensors():
+    torch = optional("torch")
+    from numba_kvcache import can_use_store_kvcache
+
+    with pytest.raises(TypeError, match=r"row_bytes must be an integer, got an array \(Tensor\)"):
+        can_use_store_kvcache(torch.tensor(256))
 
 
 @pytest.mark.parametrize("value", [None, "256", 256.0, True, [256]])

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from support import ON_GPU, TESTS, child_environment, needs_gpu, optional, run_python
+from support import ON_GPU, TESTS, child_environment, needs_gpu, needs_no_gpu, optional, run_python
 
 EXAMPLES = TESTS.parent / "examples"
 ANYWHERE = ("numba_arrays.py", "raw_kernel.py")
@@ -55,6 +55,12 @@ def test_example_without_a_gpu(name, library):
     if optional("torch").cuda.is_available():
         pytest.skip("torch sees a GPU")
     assert_refuses(run_example(name), "needs a GPU")
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("name", ANYWHERE)
+def test_example_without_a_gpu_names_the_simulator(name):
+    assert_refuses(run_example(name), f"{name} needs a GPU, or NUMBA_ENABLE_CUDASIM=1")
 
 
 @needs_gpu

@@ -189,13 +189,29 @@ def test_sass_without_nvdisasm_says_how_to_install_it(
     assert "pip install 'nvidia-cuda-nvdisasm" in err
 
 
-@needs_compiler
-def test_an_nvdisasm_that_fails_is_named(tmp_path) -> None:
+@pytest.fixture
+def broken_nvdisasm(tmp_path) -> str:
     tool = tmp_path / "nvdisasm"
     tool.write_text("#!/bin/sh\necho 'unknown architecture' >&2\nexit 1\n")
     tool.chmod(0o755)
-    with pytest.raises(RuntimeError, match=r"nvdisasm cannot read .* unknown architecture"):
-        inspection.disassemble(b"", str(tool))
+    return str(tool)
+
+
+@needs_compiler
+def test_an_nvdisasm_that_fails_is_named(broken_nvdisasm) -> None:
+    with pytest.raises(RuntimeError, match=r"nvdisasm cannot read .* older .* or too new .*: unknown architecture"):
+        inspection.disassemble(b"", broken_nvdisasm)
+
+
+@needs_compiler
+def test_where_nvdisasm_fails_the_ptx_is_counted(broken_nvdisasm, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(inspection, "find_nvdisasm", lambda: broken_nvdisasm)
+    command_line.main(["inspect", "--row-bytes", "1024"])
+    out = capsys.readouterr().out
+    assert figures(out)["instructions, in PTX"] == ["16", "B", "8", "B", "4", "B"]
+    assert figures(out)["global stores"] == ["2", "0", "0"]
+    assert "Counted in PTX, not in machine code: " in out
+    assert "unknown architecture" in out
 
 
 @needs_compiler
@@ -220,7 +236,7 @@ def figures(text: str) -> dict[str, list[str]]:
 def test_inspect_prints_layout_registers_and_instructions() -> None:
     done = run("inspect", "--row-bytes", "1152", "--v-row-bytes", "1024")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("store_kvcache_1152x16_1024x16_t72_p1_i64_pdl for sm_90\n")
+    assert done.stdout.startswith("store_kvcache_1152x16_1024x16_t72_p1_i64_pdl for sm_90, strategy: plain\n")
     found = figures(done.stdout)
     registers = found.pop("registers")
     assert 0 < int(registers[0]) <= 32
@@ -255,10 +271,17 @@ def test_inspect_honours_split_alignment_index_type_and_gpu() -> None:
         *("--alignment", "8", "--cc", "8.0"),
     )
     found = figures(done.stdout)
-    assert done.stdout.startswith("store_kvcache_2048x8_t32_p4_i32 for sm_80\n")
+    assert done.stdout.startswith("store_kvcache_2048x8_t32_p4_i32 for sm_80, strategy: plain\n")
     assert (found["loops per step"], found["parts per block"]) == (["2", "2"], ["4"])
     assert (found["global loads (one is the index)"], found["global stores"]) == (["0", "4", "1"], ["0", "4", "0"])
     assert (found["early launch: wait"], found["early launch: release"]) == (["0"], ["0"])
+
+
+@needs_compiler
+@pytest.mark.parametrize("strategy", command_line.STRATEGIES)
+def test_inspect_names_the_strategy(strategy: str, capsys: pytest.CaptureFixture) -> None:
+    command_line.main(["inspect", "--row-bytes", "1024", "--strategy", strategy])
+    assert capsys.readouterr().out.splitlines()[0].endswith(f" for sm_90, strategy: {strategy}")
 
 
 @needs_compiler

@@ -97,7 +97,7 @@ def test_jax_arrays_are_no_caches(jax, monkeypatch, which, flags):
     caches, producers = caches_of("float16")
     position = ("k_cache", "v_cache").index(which)
     producers[position] = locked
-    with pytest.raises(ValueError, match=f"{which} must be writable, got a read-only array"):
+    with pytest.raises(ValueError, match=f"{which} must be writable, got a read-only array .JAX arrays never change"):
         store_kvcache(k, k, *producers, jnp.asarray(SLOTS))
     check(caches, [[], []], [])
     assert not np.asarray(locked).any()
@@ -130,7 +130,7 @@ def test_jax_tracers_are_refused(jax):
 def test_jax_arrays_on_the_host_are_refused():
     jax = optional("jax")
     k = jax.device_put(np.ones((3, 128), np.float16), jax.devices("cpu")[0])
-    with pytest.raises(TypeError, match=r"k must be an array that a kernel can reach, got jax.* on DLPack device \(1,"):
+    with pytest.raises(TypeError, match=r"k must be an array that a kernel can reach, got jax.* in host memory;"):
         read_array("k", k, 0)
 
 

@@ -45,3 +45,21 @@ def test_nonsense_is_refused_every_time(name, word, monkeypatch):
 def test_nonsense_does_not_stop_an_import():
     result = run_python("import numba_kvcache", NUMBA_KVCACHE_NATIVE="nonsense")
     assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("simulator", ["0", "1"])
+@pytest.mark.parametrize("name", NAMES)
+def test_show_config_says_that_a_word_is_nonsense(name, simulator):
+    code = "import numba_kvcache; numba_kvcache.show_config()"
+    result = run_python(code, NUMBA_ENABLE_CUDASIM=simulator, **{name: "maybe"})
+    assert (result.returncode, result.stderr) == (0, "")
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("fast host road "))
+    assert f"{name} must be one of 1, true," in line
+    assert "got 'maybe'" in line
+
+
+def test_show_config_on_the_simulator_awaits_no_first_call():
+    """Every array goes one way there, before the first call and after it."""
+    result = run_python("import numba_kvcache; numba_kvcache.show_config()", NUMBA_ENABLE_CUDASIM="1")
+    assert "the simulator launches through Numba" in result.stdout
+    assert "none stored yet" not in result.stdout

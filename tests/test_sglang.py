@@ -78,6 +78,23 @@ def test_a_part_of_a_row_is_refused(name, owner):
 
 
 @needs_kernels
+def test_a_row_of_heads_is_all_of_them():
+    arguments, right = small_call()
+    *arrays, indices = arguments
+    heads = [array.view(-1, 4, 16) for array in arrays]
+    kvcache.store_cache(*heads, indices, row_bytes=128, v_row_bytes=128)
+    assert_caches(arguments, right)
+
+
+@pytest.mark.parametrize("row_bytes", [64, 256])
+def test_a_part_of_a_row_of_heads_is_refused(row_bytes):
+    arguments, _ = small_call()
+    *arrays, indices = arguments
+    with pytest.raises(ValueError, match=r"^row_bytes must be the bytes of a row of k, 128, or 0"):
+        kvcache.store_cache(*(array.view(-1, 4, 16) for array in arrays), indices, row_bytes=row_bytes)
+
+
+@needs_kernels
 def test_a_refused_call_is_refused_as_the_plain_one():
     arguments, _ = small_call()
     before = [bits_of(cache).clone() for cache in arguments[2:4]]

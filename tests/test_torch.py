@@ -7,7 +7,7 @@ import pytest
 from support import ON_GPU, needs_gpu, needs_kernels
 
 import numba_kvcache
-from numba_kvcache import store_kvcache
+from numba_kvcache import store_kvcache, store_kvcache_fp8
 
 torch = pytest.importorskip("torch", reason="torch is optional and not installed")
 compiled_graphs = pytest.importorskip("numba_kvcache.torch")
@@ -299,6 +299,39 @@ def test_a_named_stream_breaks_the_graph():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"stream must be None under torch\.compile"):
         torch.compile(store_kvcache_of, backend="aot_eager", fullgraph=True)(k, *caches, slots, 0, stream)
+
+
+def store_fp8_of(k, k_cache, v_cache, indices):
+    doubled = k * 2
+    store_kvcache_fp8(doubled, doubled, k_cache, v_cache, indices, 1.0, 2.0, dtype="e4m3")
+    return doubled + 1
+
+
+@needs_kernels
+def test_a_quantised_store_breaks_the_graph():
+    """Without a warning, which Dynamo has for whatever it traces of the Python road."""
+    k, slots = torch.ones(2, WIDTH, device=DEVICE), slot_tensor(6, 2)
+    caches = [torch.zeros(SLOTS, WIDTH, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    stored = torch.compile(store_fp8_of, backend="aot_eager")(k, *caches, slots)
+    assert torch.equal(stored, k * 3)
+    for cache, byte in zip(caches, (0x40, 0x38), strict=True):  # 2.0 and 1.0 in e4m3
+        right = torch.zeros_like(cache)
+        right[[6, 2]] = byte
+        assert torch.equal(cache, right)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="store_kvcache_fp8 breaks the graph"):
+        torch.compile(store_fp8_of, backend="aot_eager", fullgraph=True)(k, *caches, slots)
+
+
+@needs_kernels
+def test_export_without_the_op_is_told_of_it():
+    class Step(torch.nn.Module):
+        def forward(self, k, cache, indices):
+            store_kvcache(k, k, cache, cache, indices)
+            return k
+
+    with pytest.raises(ValueError, match=r"torch\.export .* call torch\.ops\.numba_kvcache\.store_kvcache"):
+        torch.export.export(Step(), (numbers(2, WIDTH), numbers(SLOTS, WIDTH), slot_tensor(1, 2)), strict=False)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
