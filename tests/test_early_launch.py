@@ -1,4 +1,4 @@
-"""Dependents are released before our stores, even before our own wait: a reader that waits must still see every word.
+"""Dependents are released before our stores, even before our loads: a reader that waits must still see every word.
 
 A CUDA graph of 24 links, each a producer, a store and a reader, all launched early. The producer writes rows that name
 their link and replay; the store puts them into the same slots each time; the reader copies the slots out. A reader that
