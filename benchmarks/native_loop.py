@@ -14,7 +14,7 @@ __all__ = ["launch_loop"]
 EARLY_LAUNCH_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 SYMBOL = "numba_kvcache_benchmark_launch"
 
-# CUlaunchConfig, CUlaunchAttribute, the parameters as compiler.SIGNATURE has them, their addresses.
+# CUlaunchConfig, CUlaunchAttribute, the parameters as StoreSpec.parameters has them, their addresses.
 _CONFIG = struct.Struct("3I3II4xQQI4x")
 _ATTRIBUTE = struct.Struct("i4xi60x")
 _PARAMETERS = struct.Struct("5Q5qI4xqq")

@@ -6,7 +6,8 @@ from typing import Any
 from numba import cuda, types
 
 from numba_kvcache import driver
-from numba_kvcache.compiler import SIGNATURE, link_cubin
+from numba_kvcache.compiler import link_cubin, signature
+from numba_kvcache.kernel import StoreSpec
 from numba_kvcache.launch import Launch, launch
 
 __all__ = ["IGNORED", "compile_kernel", "make_backlog"]
@@ -19,8 +20,8 @@ def compile_kernel(function: Callable[..., Any], name: str, block: int) -> int:
     """The handle of `function` as a kernel on the current device."""
     cc = driver.compute_capability(driver.current_device())
     ptx, _ = cuda.compile(
-        function, SIGNATURE, device=False, abi="numba", abi_info={"abi_name": name}, cc=cc, output="ptx",
-        launch_bounds=block,
+        function, signature(StoreSpec.parameters), device=False, abi="numba", abi_info={"abi_name": name}, cc=cc,
+        output="ptx", launch_bounds=block,
     )  # fmt: skip
     return driver.load_kernel(link_cubin(str(ptx), cc).cubin, name)
 

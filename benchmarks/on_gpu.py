@@ -34,9 +34,8 @@ __all__ = ["describe", "run_on_gpu", "tune_on_gpu"]
 
 Progress = Callable[[str], None]
 
-# In a fresh process launches cost otherwise than later: an empty kernel takes 0.46 us instead of 0.64, a store that
-# releases its dependents first 0.9 instead of 0.7. The change comes within three cells, or with the first `arange` of
-# torch, and stays (docs/notes/kernel-speed.md), so a server's process is past it.
+# In a fresh process launches cost otherwise than later: an empty kernel takes 0.46 us instead of 0.64. The change came
+# within three cells in all runs so far, and stays; what brings it is not known (docs/notes/kernel-speed.md).
 WARM_UP = 3
 
 

@@ -17,7 +17,6 @@ import numpy as np
 from numba import cuda, types
 
 from . import disk_cache, driver, settings
-from .kernel import StoreSpec
 from .layout import StoreLayout
 
 __all__ = [
@@ -79,10 +78,6 @@ _TYPES = {"Q": types.uint64, "q": types.int64, "I": types.uint32}
 def signature(parameters: str) -> tuple[Any, ...]:
     """Numba's types for a kernel with these parameters."""
     return tuple(_TYPES[code] for code in parameters)
-
-
-# What the plain store's kernel takes.
-SIGNATURE = signature(StoreSpec.parameters)
 
 
 def compile_ptx(spec: KernelSpec, cc: tuple[int, int]) -> str:

@@ -104,7 +104,7 @@ def check_store(
     k_bits = k_at | k_cache_at | facts.k_bits
     v_bits = v_at | v_cache_at | facts.v_bits
     if (k_bits | v_bits) & 3:
-        _refuse_alignment((k, v, k_cache, v_cache), facts.arguments)
+        _refuse_alignment((k, v, k_cache, v_cache), facts.arguments[: len(ROW_ARRAYS)])
     alignment = (k_bits & -k_bits, v_bits & -v_bits)
     case = facts.cases.get(alignment)
     if case is None:
@@ -122,7 +122,7 @@ class _Facts(NamedTuple):
     k_bits: int  # the row strides of source and cache, and 16: their lowest bit bounds the alignment
     v_bits: int
     index_mask: int
-    arguments: tuple[int, ...]  # the kernel's, after the addresses
+    arguments: tuple[int, ...]  # the kernel's, after the addresses: the strides of the four row arrays first
     cases: dict[tuple[int, int], StoreCase]  # by the alignment of K and of V
 
 
@@ -399,7 +399,7 @@ def _refuse_addresses(views: tuple[View, ...]) -> None:
 
 
 def _refuse_alignment(views: tuple[View, ...], strides: tuple[int, ...]) -> None:
-    for name, (address, _), stride in zip(ROW_ARRAYS, views, strides[: len(ROW_ARRAYS)], strict=True):
+    for name, (address, _), stride in zip(ROW_ARRAYS, views, strides, strict=True):
         if address % 4:
             raise ValueError(f"{name} must be aligned to 4 bytes, got address {address:#x}")
         if stride % 4:

@@ -15,22 +15,8 @@ from typing import Any
 
 from numba import cuda
 
+from .backend import assertion, i64, index_access, release_dependents, row_access, u32, u64, wait_primary
 from .layout import INDEX_BITS, PLAIN, StoreLayout, Strategy, integer, plan_store
-from .settings import SIMULATED
-
-if SIMULATED:
-    from .simulator import assertion, i64, index_access, release_dependents, row_access, u32, u64, wait_primary
-else:
-    from .device import (
-        assertion,
-        i64,
-        index_access,
-        release_dependents,
-        row_access,
-        u32,
-        u64,
-        wait_primary,
-    )
 
 __all__ = ["StoreSpec", "build_kernel", "make_store_kernel"]
 

@@ -5,7 +5,8 @@
 
 A thread loads a vector of 16 bytes, quantises its elements, and stores the 8 or 4 bytes that they become. So the row of
 a cache is covered as the source's row is, in narrower vectors. Where addresses are aligned to less than a vector, it is
-moved in pieces.
+moved in pieces. (Which row and part a thread has is worked out here once more: Numba's simulator gives `cuda.threadIdx`
+to the kernel's own module alone.)
 """
 
 import functools
@@ -16,36 +17,20 @@ from typing import Any
 
 from numba import cuda
 
+from .backend import (
+    assertion,
+    i64,
+    index_access,
+    quantiser,
+    release_dependents,
+    row_access,
+    scale_access,
+    u32,
+    u64,
+    wait_primary,
+)
 from .fp8 import FORMATS
 from .layout import PLAIN, RowLayout, StoreLayout, Strategy
-from .settings import SIMULATED
-
-if SIMULATED:
-    from .simulator import (
-        assertion,
-        i64,
-        index_access,
-        quantiser,
-        release_dependents,
-        row_access,
-        scale_access,
-        u32,
-        u64,
-        wait_primary,
-    )
-else:
-    from .device import (
-        assertion,
-        i64,
-        index_access,
-        quantiser,
-        release_dependents,
-        row_access,
-        scale_access,
-        u32,
-        u64,
-        wait_primary,
-    )
 
 __all__ = ["ITEMSIZES", "QuantisedSpec", "build_quantised_kernel"]
 

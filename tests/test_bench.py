@@ -553,6 +553,17 @@ def test_the_floor_launches_what_it_is_given(native, monkeypatch):
 
 
 @needs_compiler
+def test_the_first_cells_are_measured_once_before_for_nothing():
+    from benchmarks.on_gpu import _Bench
+
+    bench, seen = object.__new__(_Bench), []
+    bench.cells = SWEEP_CELLS[:5]
+    bench.measure = lambda cell, contenders, where, progress: seen.append(cell) or cell
+    assert tuple(bench.measure_all([], lambda text: None)) == SWEEP_CELLS[:5]
+    assert tuple(seen) == (*SWEEP_CELLS[:3], *SWEEP_CELLS[:5])
+
+
+@needs_compiler
 def test_rows_are_timed_in_turns():
     from benchmarks.host import interleave
 
@@ -594,15 +605,15 @@ def test_the_floor_kernels():
     """The plain one says nothing of early launch; the other waits and releases."""
     import numba_kvcache.inspection
     from benchmarks.peers import empty, empty_waiting
+    from numba_kvcache.compiler import signature
+    from numba_kvcache.kernel import StoreSpec
 
-    found = {}
+    found, parameters = {}, signature(StoreSpec.parameters)
 
     def note(function, symbol, block):
         from numba import cuda
 
-        from numba_kvcache.compiler import SIGNATURE
-
-        ptx, _ = cuda.compile(function, SIGNATURE, device=False, abi="numba", cc=(9, 0), output="ptx")
+        ptx, _ = cuda.compile(function, parameters, device=False, abi="numba", cc=(9, 0), output="ptx")
         found[symbol] = numba_kvcache.inspection.parse_ptx(ptx)
         return 0
 
@@ -629,12 +640,13 @@ def test_the_prototype_is_what_was_measured(row_bytes):
     from numba import cuda
 
     from benchmarks.peers.prototype import make_kernel
-    from numba_kvcache.compiler import SIGNATURE
+    from numba_kvcache.compiler import signature
     from numba_kvcache.inspection import parse_ptx
+    from numba_kvcache.kernel import StoreSpec
 
     kernel, rows, block = make_kernel(row_bytes, early_launch=True)
     assert (rows, block) == {128: (16, 128), 4096: (1, 256)}[row_bytes]
-    ptx, _ = cuda.compile(kernel, SIGNATURE, device=False, abi="numba", cc=(9, 0), output="ptx")
+    ptx, _ = cuda.compile(kernel, signature(StoreSpec.parameters), device=False, abi="numba", cc=(9, 0), output="ptx")
     counts = parse_ptx(ptx)
     assert (dict(counts.loads), dict(counts.stores)) == ({16: 2, 8: 1}, {16: 2})
     assert (counts.waits, counts.releases, counts.accesses_before_wait) == (1, 1, 0)

@@ -38,8 +38,8 @@ def load_function(function, name):
     """Compile a kernel that takes what the store takes, and load it."""
     capability = driver.compute_capability(0)
     ptx, _ = cuda.compile(
-        function, compiler.SIGNATURE, device=False, abi="numba", abi_info={"abi_name": name}, cc=capability,
-        output="ptx",
+        function, compiler.signature(kernel.StoreSpec.parameters), device=False, abi="numba",
+        abi_info={"abi_name": name}, cc=capability, output="ptx",
     )  # fmt: skip
     return driver.load_kernel(compiler.link_cubin(ptx, capability).cubin, name)
 
