@@ -433,6 +433,23 @@ def test_torch_tensors_on_the_simulator():
         assert not cache[[0, 2]].any()
 
 
+@needs_simulator
+@pytest.mark.parametrize("lazily", ["conj", "neg"])
+def test_lazy_torch_views_are_refused(lazily):
+    """Their bytes are not their values; the same memory without the view is stored."""
+    torch = optional("torch")
+    rows = torch.arange(256).reshape(2, 128).to(torch.complex64 if lazily == "conj" else torch.float32)
+    caches, slots = [torch.zeros(4, 128, dtype=rows.dtype) for _ in range(2)], torch.tensor([3, 1])
+    view = rows.conj() if lazily == "conj" else torch._neg_view(rows)
+    for at in range(2):
+        sources = [view if i == at else rows for i in range(2)]
+        with pytest.raises(ValueError, match=rf"{'kv'[at]} is a lazily conjugated or negated view"):
+            store_kvcache(*sources, *caches, slots)
+    assert not any(cache.any() for cache in caches)
+    store_kvcache(rows, rows, *caches, slots)
+    assert all(torch.equal(cache[[3, 1]], rows) for cache in caches)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What hostile or odd producers once broke: look-alike numbers left in caches, missing memory, references as data.
 
