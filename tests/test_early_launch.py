@@ -134,7 +134,7 @@ def stale_words(batch, strategy, sleeps, waits, monkeypatch):
     stale = 0
     for replay in range(REPLAYS):
         epoch.copy_to_device(np.array([replay * 50_000_000], np.int32))
-        cuda.synchronize()  # the graph's stream does not wait for the default stream's copy: link 0 once read the old epoch
+        cuda.synchronize()  # the graph's stream does not wait for this copy: link 0 once read the old epoch
         driver.check(cu.cuGraphLaunch(graph, stream))
         driver.check(cu.cuStreamSynchronize(stream))
         for out, more in zip(outputs, (0, 500_000), strict=True):
