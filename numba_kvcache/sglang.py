@@ -76,10 +76,10 @@ def store_cache(
     TypeError, ValueError, RuntimeError
         As numba_kvcache.store_kvcache.
     """
-    if row_bytes and row_bytes != k.shape[-1] * k.itemsize:
-        _check_row_of_heads("row_bytes", row_bytes, "k", k)
-    if v_row_bytes and v_row_bytes != v.shape[-1] * v.itemsize:
-        _check_row_of_heads("v_row_bytes", v_row_bytes, "v", v)
+    if row_bytes and (k.ndim != 2 or row_bytes != k.shape[1] * k.itemsize):
+        _check_row_bytes("row_bytes", row_bytes, "k", k)
+    if v_row_bytes and (v.ndim != 2 or v_row_bytes != v.shape[1] * v.itemsize):
+        _check_row_bytes("v_row_bytes", v_row_bytes, "v", v)
     if num_split < 0:
         num_split = 0
     if size_limit < 0:
@@ -90,7 +90,7 @@ def store_cache(
         store_kvcache(k, v, k_cache, v_cache, indices, num_split, size_limit, skip_index=reserved_skip_index)
 
 
-def _check_row_of_heads(name: str, row_bytes: int, owner: str, tensor: Any) -> None:
+def _check_row_bytes(name: str, row_bytes: int, owner: str, tensor: Any) -> None:
     """ValueError unless a row, heads and all, has `row_bytes` bytes."""
     whole = math.prod(tensor.shape[1:]) * tensor.itemsize
     if row_bytes != whole:

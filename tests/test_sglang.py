@@ -86,12 +86,16 @@ def test_a_row_of_heads_is_all_of_them():
     assert_caches(arguments, right)
 
 
-@pytest.mark.parametrize("row_bytes", [64, 256])
-def test_a_part_of_a_row_of_heads_is_refused(row_bytes):
+@pytest.mark.parametrize(("name", "owner"), [("row_bytes", "k"), ("v_row_bytes", "v")])
+@pytest.mark.parametrize("row_bytes", [32, 64, 256])
+def test_a_part_of_a_row_of_heads_is_refused(name, owner, row_bytes):
+    """One head of four, two of them, two rows."""
     arguments, _ = small_call()
+    before = [bits_of(cache).clone() for cache in arguments[2:4]]
     *arrays, indices = arguments
-    with pytest.raises(ValueError, match=r"^row_bytes must be the bytes of a row of k, 128, or 0"):
-        kvcache.store_cache(*(array.view(-1, 4, 16) for array in arrays), indices, row_bytes=row_bytes)
+    with pytest.raises(ValueError, match=f"^{name} must be the bytes of a row of {owner}, 128, or 0"):
+        kvcache.store_cache(*(array.view(-1, 4, 16) for array in arrays), indices, **{name: row_bytes})
+    assert_caches(arguments, before)
 
 
 @needs_kernels
