@@ -17,7 +17,7 @@ in every process that holds a pool, before it serves. What differs from SGLang's
 - More is refused: a `size_limit` above the rows of either cache, rows of a cache that overlap.
 - Nothing is compiled by `can_use_store_cache`; `numba_kvcache.warmup` does that.
 
-An eager call costs a Python frame more than `store_kvcache`, and a look at `k` where `row_bytes` is given: 1.04 times,
+An eager call costs a Python frame more than `store_kvcache`, and a look at `k` where `row_bytes` is given: 1.03 times,
 and 1.15 times with that (host of an H200). Under torch.compile the call is traced (numba_kvcache.torch).
 """
 
