@@ -4,7 +4,7 @@ import contextlib
 import threading
 from typing import Any, NamedTuple
 
-from . import driver, fast_road, settings
+from . import driver, fast_road, native, settings
 from .arrays import current_stream, find_reader, never_readonly, readers, stream_handle, unreported
 from .compiler import EARLY_LAUNCH_SINCE, loaded_kernel
 from .contract import MAX_BATCH, PlanKey, StoreCase, check_store
@@ -169,7 +169,7 @@ def use_early_launch(device: int) -> bool:
     return settings.early_launch() and driver.compute_capability(device) >= EARLY_LAUNCH_SINCE
 
 
-fast_road.attach(store_kvcache)
+fast_road.attach(native.STORE, store_kvcache)
 
 
 def can_use_store_kvcache(row_bytes: int, v_row_bytes: int = 0, num_split: int = 0) -> bool:

@@ -1,8 +1,8 @@
 """Brings the fast road into force, and tells it what the Python road has decided.
 
 native.py is what is compiled; this is what happens around it: the table that the compiled code reads, the plans and
-array types that dispatch.py reports, and the moment when `store_kvcache`'s vectorcall becomes machine code. Where that
-cannot be, `status()` says why and the Python road serves every call.
+array types that dispatch.py reports, and the moment when the vectorcall of `store_kvcache`, and of SGLang's
+`store_cache`, becomes machine code. Where that cannot be, `status()` says why and the Python road serves every call.
 """
 
 import ctypes
@@ -162,7 +162,8 @@ def _remember_dtypes() -> None:
 # Coming into force
 
 
-_function: Callable[..., Any]
+_functions: dict[int, Callable[..., Any]] = {}
+_entry = 0
 _status = ""
 _builder: threading.Thread | None = None
 
@@ -175,10 +176,12 @@ def status() -> str:
     return f"off: {reason}" if reason else "not built yet: the first call on a GPU builds it"
 
 
-def attach(function: Callable[..., Any]) -> None:
-    """Name the Python function whose calls the fast road will take."""
-    global _function
-    _function = function
+def attach(row: int, function: Callable[..., Any]) -> None:
+    """Let the fast road take the calls of a Python function, which has the parameters of native.PARAMETERS[row]."""
+    with _lock:
+        _functions[row] = function
+        if _entry:
+            _install(row, function, _entry)
 
 
 def start() -> None:
@@ -228,10 +231,13 @@ def _obstacle() -> str | None:
 
 
 def _build() -> None:
-    global _status
+    global _entry, _status
     try:
         entry = compile_entry()
-        _install(_function, entry)
+        with _lock:
+            _entry = entry
+            for row, function in _functions.items():
+                _install(row, function, _entry)
     except Exception as error:  # whatever Numba or CPython changed, the Python road stands
         _status = f"off: {type(error).__name__}: {error}"
     else:
@@ -242,9 +248,9 @@ def compile_entry() -> int:
     """Fill the table's constants and compile `native.entry`, or load it from Numba's cache; returns its address."""
     from numba.cuda.cudadrv.driver import OwnedPointer
 
-    names = [sys.intern(name) for name in (*native.PARAMETERS, *native.ATTRIBUTES)]
-    _keep.extend(names)
-    _write(native.NAMES, *map(id, names))
+    _write(native.SHAPE, *_interned(native.ATTRIBUTES))
+    for row, names in native.PARAMETERS.items():
+        _write(row + native.FUNCTION_NAMES, *_interned(names))
     _write(native.NONE, id(None), id(int), id(Exception), id(OwnedPointer))
     _write(native.DEVICE_COUNT, driver.device_count())
     if _state[native.DTYPES // 8] == 0:
@@ -282,10 +288,17 @@ def _register() -> None:
     llvmlite.binding.add_symbol("numba_kvcache_state", _state.ctypes.data)
 
 
-def _install(function: Callable[..., Any], entry: int) -> None:
+def _interned(names: tuple[str, ...]) -> list[int]:
+    """Addresses of the names, 0 for an empty one; CPython interns keywords, so that identity finds them."""
+    strings = [sys.intern(name) for name in names]
+    _keep.extend(strings)
+    return [id(string) if string else 0 for string in strings]
+
+
+def _install(row: int, function: Callable[..., Any], entry: int) -> None:
     api = ctypes.pythonapi
     api.PyVectorcall_Function.restype, api.PyVectorcall_Function.argtypes = ctypes.c_void_p, [ctypes.py_object]
     api.PyFunction_SetVectorcall.restype = None
     api.PyFunction_SetVectorcall.argtypes = [ctypes.py_object, ctypes.c_void_p]
-    _write(native.PYTHON_ROAD, api.PyVectorcall_Function(function))
+    _write(row, id(function), api.PyVectorcall_Function(function), function.__code__.co_argcount)
     api.PyFunction_SetVectorcall(function, entry)

@@ -5,7 +5,8 @@ launch alone about 3. So `store_kvcache` stays the Python function that it is, a
 function that CPython calls when somebody calls it, is set to `entry` below: machine code with the C signature
 `(function, args, nargsf, names) -> PyObject *`, compiled by `numba.cfunc`. `entry`
 
-1. sorts positional and keyword arguments into nine slots;
+1. sorts positional and keyword arguments into slots, by the parameters of the function that was called: this one, or
+   SGLang's `store_cache` (sglang.py), which asks for the same in other words;
 2. reads each array into a view: torch tensors (and whatever else has one) through the DLPack C exchange table of their
    type, Numba and CuPy arrays through their attributes;
 3. makes the checks of contract.py, in its order of arguments though not of messages;
@@ -32,23 +33,33 @@ from numba.extending import intrinsic
 # ----------------------------------------------------------------------------------------------------------------------
 # The table: int64 words, offsets in bytes.
 
-PARAMETERS = ("k", "v", "k_cache", "v_cache", "indices", "num_split", "size_limit", "stream", "skip_index")
+# Interned strings.
 ATTRIBUTES = ("shape", "strides", "dtype", "gpu_data", "device_ctypes_pointer", "value", "data", "ptr", "device_id")
+SHAPE, STRIDES, DTYPE_NAME, GPU_DATA, POINTER, VALUE, DATA, PTR, DEVICE_ID = range(0, 72, 8)
+NONE = 72
+INT_TYPE = 80
+EXCEPTION = 88  # the class
+OWNED_POINTER = 96  # Numba's class for memory that its own memory manager allocated
+DEVICE_COUNT = 104
 
-NAMES = 0  # interned strings: PARAMETERS, then ATTRIBUTES
-SHAPE, STRIDES, DTYPE_NAME, GPU_DATA, POINTER, VALUE, DATA, PTR, DEVICE_ID = range(72, 144, 8)
-NONE = 144
-INT_TYPE = 152
-EXCEPTION = 160  # the class
-OWNED_POINTER = 168  # Numba's class for memory that its own memory manager allocated
-PYTHON_ROAD = 176  # the function's original vectorcall
-DEVICE_COUNT = 184
-EARLY_LAUNCH = 192  # address of the launch attribute
+# The two functions that may be called, a row each: the function, its original vectorcall, how many arguments may be
+# positional, and for each slot the name of its parameter, an interned string, or 0 for none.
+STORE, STORE_CACHE = 112, 232
+FUNCTION_ROAD, FUNCTION_POSITIONAL, FUNCTION_NAMES = 8, 16, 24
+PARAMETERS = {
+    STORE: ("k", "v", "k_cache", "v_cache", "indices", "num_split", "size_limit", "stream", "skip_index", "", ""),
+    STORE_CACHE: (
+        *("k", "v", "k_cache", "v_cache", "indices", "num_split", "size_limit", "", "reserved_skip_index"),
+        *("row_bytes", "v_row_bytes"),
+    ),
+}
+NUM_SPLIT, SIZE_LIMIT, STREAM, SKIP_INDEX, ROW_BYTES, V_ROW_BYTES = range(40, 88, 8)  # slots, as offsets
+ARGUMENT_SLOTS = 11
 
 # Rows: type, how to read it, how to find its library's stream, whether none is ever read-only. How to read: READ_NUMBA,
 # READ_CUPY, or the address of a DLPack to_dltensor. The stream: of Numba none, of CuPy a Python callable, of the others
 # the address of a DLPack current_work_stream.
-TYPES = 256
+TYPES = 384
 TYPE_BYTES, MAX_TYPES = 32, 16
 TYPE_READER, TYPE_STREAM, TYPE_WRITABLE = 8, 16, 24
 READ_NUMBA, READ_CUPY = 0, 1
@@ -67,15 +78,15 @@ STATE_BYTES = PLANS + PLAN_BYTES * MAX_PLANS
 # ----------------------------------------------------------------------------------------------------------------------
 # The stack frame of one call, offsets in bytes.
 
-SLOTS = 0  # nine argument objects
-VIEWS = 72  # five views
-DLTENSOR = 712
-STREAM = 760
-CONFIG = 768  # CUlaunchConfig
-ARGUMENTS = 824  # thirteen words
-POINTERS = 928  # thirteen addresses of those
-SCRATCH = 1032
-FRAME_BYTES = 1040
+SLOTS = 0  # the argument objects
+VIEWS = 88  # five views
+DLTENSOR = 728
+LIBRARY_STREAM = 776
+CONFIG = 784  # CUlaunchConfig
+ARGUMENTS = 840  # thirteen words
+POINTERS = 944  # thirteen addresses of those
+SCRATCH = 1048
+FRAME_BYTES = 1056
 
 # A view: what arrays.ArrayView is, in int64 words, then the array as rows (contract.py). Dtype as DLPack packs it, all
 # strides in bytes.
@@ -243,18 +254,21 @@ def forget_error():
 
 
 @inlined
-def sort_arguments(args, count, names, slots):
-    """Argument objects into their slots, 0 where absent; False for a call that Python itself would refuse."""
-    if count > 7:
+def sort_arguments(function, args, count, names, slots):
+    """Argument objects into their slots, 0 where absent; False for a call that Python itself would refuse.
+
+    `function` is its row of the table.
+    """
+    if count > load(function + FUNCTION_POSITIONAL):
         return False
-    for i in range(9):
+    for i in range(ARGUMENT_SLOTS):
         store(slots + 8 * i, load(args + 8 * i) if i < count else 0)
     if names != 0:
         for j in range(PyTuple_Size(names)):
             name = PyTuple_GetItem(names, j)
             found = -1
-            for i in range(9):
-                if load(state() + NAMES + 8 * i) == name:
+            for i in range(ARGUMENT_SLOTS):
+                if load(function + FUNCTION_NAMES + 8 * i) == name:
                     found = i
             if found < 0 or load(slots + 8 * found) != 0:
                 return False
@@ -275,6 +289,25 @@ def integer_argument(thing, scratch):
     store(scratch, 0)
     value = PyLong_AsLongLongAndOverflow(thing, scratch)
     return load32(scratch) == 0, value
+
+
+@inlined
+def read_options(slots, as_store_cache, scratch):
+    """(whether they may be served, split, size limit, skip index, whether there is one)."""
+    none = load(state() + NONE)
+    split, limit, skip = load(slots + NUM_SPLIT), load(slots + SIZE_LIMIT), load(slots + SKIP_INDEX)
+    split_ok, num_split = integer_argument(split, scratch)
+    limit_ok, size_limit = integer_argument(limit, scratch)
+    skip_ok, skip_index = integer_argument(skip, scratch)
+    skipping = skip != 0 and skip != none
+    valid = split_ok and limit_ok and skip_ok and split != none
+    if as_store_cache:
+        # It has negative numbers where store_kvcache has None.
+        valid = valid and limit != none and skip != none
+        num_split, size_limit = max(num_split, 0), max(size_limit, 0)
+        skipping = skipping and skip_index >= 0
+    valid = valid and num_split >= 0 and num_split <= 4 and size_limit >= 0
+    return valid, num_split, size_limit, skip_index if skipping else 0, skipping
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -627,11 +660,18 @@ def on_stream(foreign, slots, device, handle, scratch):
 
 
 @inlined
-def serve(args, count, names):
+def row_bytes_are(given, view, scratch):
+    """Whether the caller, who may say how many bytes a row has, says so; 0, None and an absent argument say nothing."""
+    known, row_bytes = integer_argument(given, scratch)
+    return known and (row_bytes == 0 or row_bytes == load(view + COLUMNS) * item_bytes(load(view + DTYPE)))
+
+
+@inlined
+def serve(function, args, count, names):
     """Serve the call and return True, or change nothing and return False."""
     frame = stack_frame()
     slots, views, scratch = frame + SLOTS, frame + VIEWS, frame + SCRATCH
-    if not sort_arguments(args, count, names, slots):
+    if not sort_arguments(function, args, count, names, slots):
         return False
 
     owner, foreign = 0, 0
@@ -657,16 +697,14 @@ def serve(args, count, names):
     if not pair_is_valid(k, k_cache, batch, dtype) or not pair_is_valid(v, v_cache, batch, dtype):
         return False
 
-    none = load(state() + NONE)
-    split_ok, num_split = integer_argument(load(slots + 40), scratch)
-    limit_ok, size_limit = integer_argument(load(slots + 48), scratch)
-    skip_ok, skip_index = integer_argument(load(slots + 64), scratch)
-    skipping = 1 if load(slots + 64) != 0 and load(slots + 64) != none else 0
-    # None is a size limit, and no slot to skip, but not a split.
-    if not split_ok or not limit_ok or not skip_ok or load(slots + 40) == none or num_split < 0 or num_split > 4:
+    if not row_bytes_are(load(slots + ROW_BYTES), k, scratch) or not row_bytes_are(
+        load(slots + V_ROW_BYTES), v, scratch
+    ):
         return False
+    as_store_cache = function == state() + STORE_CACHE
+    valid, num_split, size_limit, skip_index, skipping = read_options(slots, as_store_cache, scratch)
     rows = min(load(k_cache + ROWS), load(v_cache + ROWS))
-    if size_limit < 0 or size_limit > rows:
+    if not valid or size_limit > rows:
         return False
     if size_limit == 0:
         size_limit = rows
@@ -675,20 +713,20 @@ def serve(args, count, names):
     for i in range(5):
         if load(views + VIEW_BYTES * i + DEVICE) != device:
             return False
-    first, second = plan_key(k, v, k_cache, v_cache, indices, num_split, skipping)
+    first, second = plan_key(k, v, k_cache, v_cache, indices, num_split, 1 if skipping else 0)
     plan = find_plan(first, second)
     if plan == 0 or batch * load(plan + PLAN_PARTS) > MAX_BATCH:
         return False
     if current_context(scratch) != 0 or load(scratch) != load(plan + PLAN_CONTEXT):
         return False  # another context is current, or none: the Python road switches and switches back
 
-    stream = load(slots + 56)
-    if stream != 0 and stream != none:
+    stream = load(slots + STREAM)
+    if stream != 0 and stream != load(state() + NONE):
         stream_ok, handle = integer_argument(stream, scratch)
         stream_ok = stream_ok and handle >= 0
     else:
-        stream_ok, handle = library_stream(owner, device, frame + STREAM)
-    if not stream_ok or (foreign != 0 and not on_stream(foreign, slots, device, handle, frame + STREAM)):
+        stream_ok, handle = library_stream(owner, device, frame + LIBRARY_STREAM)
+    if not stream_ok or (foreign != 0 and not on_stream(foreign, slots, device, handle, frame + LIBRARY_STREAM)):
         return False
     return launch_plan(plan, batch, size_limit, skip_index, handle, frame)
 
@@ -696,8 +734,9 @@ def serve(args, count, names):
 def entry(function, args, nargsf, names):
     """A vectorcall: serve the call here, or leave it to the Python road. 0 says that an exception is set."""
     count = nargsf & 0x7FFFFFFFFFFFFFFF  # the top bit is PY_VECTORCALL_ARGUMENTS_OFFSET
-    if serve(args, count, names):
+    row = state() + (STORE_CACHE if function == load(state() + STORE_CACHE) else STORE)
+    if serve(row, args, count, names):
         return load(state() + NONE)
     if PyErr_Occurred() != 0:
         return 0
-    return call_python_road(load(state() + PYTHON_ROAD), function, args, nargsf, names)
+    return call_python_road(load(row + FUNCTION_ROAD), function, args, nargsf, names)

@@ -17,8 +17,8 @@ in every process that holds a pool, before it serves. What differs from SGLang's
 - More is refused: a `size_limit` above the rows of either cache, rows of a cache that overlap.
 - Nothing is compiled by `can_use_store_cache`; `numba_kvcache.warmup` does that.
 
-An eager call costs a Python frame more than `store_kvcache`, and a look at `k` where `row_bytes` is given: 1.03 times,
-and 1.15 times with that (host of an H200). Under torch.compile the call is traced (numba_kvcache.torch).
+An eager call takes the fast road itself (native.py), and costs what `store_kvcache` costs. Under torch.compile the call
+is traced (numba_kvcache.torch).
 """
 
 import functools
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from . import fast_road, native
 from .layout import integer, plan_store
 from .torch import store_kvcache
 
@@ -76,9 +77,9 @@ def store_cache(
     TypeError, ValueError, RuntimeError
         As numba_kvcache.store_kvcache.
     """
-    if row_bytes and (k.ndim != 2 or row_bytes != k.shape[1] * k.itemsize):
+    if row_bytes:
         _check_row_bytes("row_bytes", row_bytes, "k", k)
-    if v_row_bytes and (v.ndim != 2 or v_row_bytes != v.shape[1] * v.itemsize):
+    if v_row_bytes:
         _check_row_bytes("v_row_bytes", v_row_bytes, "v", v)
     if num_split < 0:
         num_split = 0
@@ -90,9 +91,12 @@ def store_cache(
         store_kvcache(k, v, k_cache, v_cache, indices, num_split, size_limit, skip_index=reserved_skip_index)
 
 
+fast_road.attach(native.STORE_CACHE, store_cache)
+
+
 def _check_row_bytes(name: str, row_bytes: int, owner: str, tensor: Any) -> None:
     """ValueError unless a row, heads and all, has `row_bytes` bytes."""
-    whole = math.prod(tensor.shape[1:]) * tensor.itemsize
+    whole = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
     if row_bytes != whole:
         raise ValueError(
             f"{name} must be the bytes of a row of {owner}, {whole}, or 0, got {row_bytes}; "

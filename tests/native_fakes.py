@@ -5,11 +5,14 @@ the fast road calls them as it calls the real ones, and a million calls take a s
 driver through cuda.bindings is replaced function by function.
 """
 
+import ast
 import ctypes
+import math
 import struct
 import sys
 import types as python_types
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cfunc, types
@@ -365,7 +368,7 @@ def reset():
     arrays.readers.clear()  # so that the Python road reports the types anew
     arrays.unreported.clear()
     fast_road._write(native.DEVICE_COUNT, 2)
-    fast_road._write(native.PYTHON_ROAD, _road.address)
+    fast_road._write(native.STORE, id(dispatch.store_kvcache), _road.address, 7)
 
 
 def forget_plans():
@@ -382,10 +385,20 @@ def python_road():
     return copy
 
 
-class FastRoad:
-    """The compiled entry, called as CPython would call a vectorcall, on any version."""
+def store_cache():
+    """SGLang's function as sglang.py has it, without the torch that this module imports, over the Python road."""
+    tree = ast.parse(Path(native.__file__).with_name("sglang.py").read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", "") in ("store_cache", "_check_row_bytes")]
+    names = {"Any": Any, "math": math, "store_kvcache": python_road()}
+    exec(compile(tree, "sglang.py", "exec"), names)
+    return names["store_cache"]
 
-    def __init__(self):
+
+class FastRoad:
+    """The compiled entry, called as CPython would call a vectorcall of `function`, on any version."""
+
+    def __init__(self, function=len):
+        self.function = function
         self.address = fast_road.compile_entry()
         prototype = ctypes.PYFUNCTYPE(
             ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
@@ -402,14 +415,14 @@ class FastRoad:
         array = (ctypes.c_uint64 * (len(values) + 1))(0, *map(id, values))
         calls = int(control[ROAD_CALLS])
         at = ctypes.addressof(array) + 8
-        result = self.entry(len, at, count | 1 << 63, id(names) if names else None)
+        result = self.entry(self.function, at, count | 1 << 63, id(names) if names else None)
         if control[ROAD_CALLS] == calls:
             assert result == id(None)
             return True
         assert control[ROAD_CALLS] == calls + 1
         assert result == id(Ellipsis)
         # What the Python road gets is what we were given.
-        assert int(control[ROAD_FUNCTION]) == id(len)
+        assert int(control[ROAD_FUNCTION]) == id(self.function)
         assert int(control[ROAD_ARGS]) == at
         assert int(control[ROAD_COUNT]) & 2**64 - 1 == count | 1 << 63
         assert int(control[ROAD_NAMES]) == (id(names) if names else 0)

@@ -20,6 +20,7 @@ import sys
 import threading
 import types
 from collections import Counter
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -45,6 +46,7 @@ needs_vectorcall = pytest.mark.skipif(
 )
 
 LARGEST = 2**31 - 1
+PYTHON_ROAD = native.STORE + native.FUNCTION_ROAD
 FAST = 1_000_000  # the fakes' CUfunctions start here; the Python road launches CUkernels, below
 
 
@@ -446,14 +448,15 @@ class Call:
 
     def must_be_served(self):
         """Whether a call that the Python road launches is of the kinds that the fast road takes."""
-        plain = all(type(value) is int or value is None for value in self.options.values())
+        values = self.options.values()
+        plain = all(value is None or (type(value) is int and -(2**63) <= value < 2**63) for value in values)
         complex_ = any(array["dtype"].startswith("complex") for array in self.arrays.values())
         elsewhere = any(array.get("ordinal") for array in self.arrays.values())
         # A row of one element may be a lazily negated view.
         narrow = any(math.prod(self.arrays[name]["shape"][1:]) == 1 for name in ("k", "v"))
         if complex_ or elsewhere or narrow:
             return False
-        return plain and (self.options.get("stream") or 0) < 2**63
+        return plain
 
 
 def change(array, **values):
@@ -628,11 +631,11 @@ MUTATIONS = (
 )  # fmt: skip
 
 
-def ask_python(arguments, options):
+def ask_python(arguments, options, function=None):
     """('launched', launch), ('nothing',) or ('refused', error)."""
     launches = int(control[fakes.LAUNCHES])
     try:
-        python_road(*arguments, **options)
+        (function or python_road)(*arguments, **options)
     except (TypeError, ValueError) as error:
         assert control[fakes.LAUNCHES] == launches
         return "refused", error
@@ -641,11 +644,11 @@ def ask_python(arguments, options):
     return "launched", last_launch()
 
 
-def ask_both(road, call):
+def ask_both(road, call, function=None):
     """The Python road's verdict, and whether the fast road served. Asserts that they agree."""
     arguments = call.build()
     fields = [bytes(array) for array in arguments if isinstance(array, Tensor)]
-    verdict = ask_python(arguments, call.options)
+    verdict = ask_python(arguments, call.options, function)
     launches = int(control[fakes.LAUNCHES])
     served = road(*arguments, **call.options)
     where = (call.arrays, call.options, verdict)
@@ -734,6 +737,114 @@ def test_plans_that_skip_are_not_found_by_calls_that_do_not(road):
     assert not road(*make_arrays())
     know()
     assert road(*make_arrays())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# SGLang's store_cache, which asks for the same in other words
+
+
+@pytest.fixture
+def drop_in(road):
+    """(the compiled entry as the vectorcall of `store_cache`, the Python function)."""
+    function = fakes.store_cache()
+    rest = fast_road._state[native.STORE_CACHE // 8 : native.STORE_CACHE // 8 + 3].copy()
+    fast_road._write(native.STORE_CACHE, id(function), fakes._road.address, 5)
+    yield fakes.FastRoad(function), function
+    fast_road._state[native.STORE_CACHE // 8 : native.STORE_CACHE // 8 + 3] = rest
+
+
+@faked
+@pytest.mark.parametrize(
+    ("options", "split", "limit", "skipped"),
+    [
+        ({}, 0, 64, None),
+        ({"row_bytes": 256}, 0, 64, None),
+        ({"row_bytes": 256, "v_row_bytes": 128, "size_limit": 9}, 0, 9, None),
+        ({"row_bytes": None, "v_row_bytes": 0}, 0, 64, None),
+        ({"num_split": -3, "size_limit": -1, "reserved_skip_index": -1}, 0, 64, None),
+        ({"num_split": 1, "reserved_skip_index": -(2**63)}, 1, 64, None),
+        ({"reserved_skip_index": 0}, 0, 64, 0),
+        ({"size_limit": 64, "reserved_skip_index": 7}, 0, 64, 7),
+    ],
+    ids=str,
+)
+def test_store_cache(drop_in, options, split, limit, skipped):
+    road, function = drop_in
+    kernels = {(0, False): 20, (0, True): 21, (1, False): 22}
+    for (num_split, skipping), kernel in kernels.items():
+        know(256, 128, split=num_split, skipping=skipping, bands=((LARGEST, kernel),))
+    arrays = make_arrays(v_row_bytes=128)
+    assert road(*arrays, **options)
+    launch = last_launch()
+    assert launch["kernel"] == kernels[split, skipped is not None]
+    assert launch["parameters"][:5] == [0x10000 * i for i in range(1, 6)]
+    assert launch["parameters"][10:] == [4, limit, skipped or 0]
+    assert launch["stream"] == 0x7000
+    # The Python function's launch is the same, but for the kernel, which it compiles anew.
+    fakes.forget_plans()
+    assert ask_python(arrays, options, function) == ("launched", {**last_launch(), "kernel": ANY})
+    assert {**last_launch(), "kernel": kernel} == {**launch, "kernel": kernel}
+
+
+@faked
+def test_calls_of_store_cache_that_are_given_back(drop_in):
+    road, _ = drop_in
+    know()
+    arrays = make_arrays()
+    assert road(*arrays, row_bytes=256, v_row_bytes=256)
+    wrong = [
+        {name: value} for name in ("row_bytes", "v_row_bytes") for value in (128, 512, -256, 1, 2**64, True, 256.0)
+    ]
+    wrong += [{name: None} for name in ("num_split", "size_limit", "reserved_skip_index")]
+    wrong += [{"stream": 5}, {"skip_index": 1}, {"k": arrays[0]}, {"num_split": 8}, {"size_limit": 65}]
+    for options in wrong:
+        assert not road(*arrays, **options), options
+    assert not road(*arrays, 0)  # all but the arrays is named
+    assert not road(*arrays[:4], row_bytes=256)
+    assert control[fakes.LAUNCHES] == 1
+
+
+@faked
+def test_the_names_of_store_cache_are_not_those_of_store_kvcache(road):
+    know()
+    for name in ("row_bytes", "v_row_bytes", "reserved_skip_index"):
+        assert not road(*make_arrays(), **{name: 0})
+    assert road(*make_arrays(), 0, 0)
+
+
+@faked
+@pytest.mark.parametrize("seed", range(2))
+def test_random_calls_of_store_cache(drop_in, seed):
+    """As test_random_calls, in that function's words."""
+    road, function = drop_in
+    rng = random.Random(seed)
+    seen = Counter()
+
+    def reword(call):
+        call.numba = False
+        call.options.pop("stream", None)
+        if "skip_index" in call.options:
+            call.options["reserved_skip_index"] = call.options.pop("skip_index")
+        for side in ("k", "v"):
+            array = call.arrays[side]
+            width = math.prod(array["shape"][1:]) * fakes.dtypes[array["dtype"]].itemsize
+            name = "row_bytes" if side == "k" else "v_row_bytes"
+            if name not in call.options and rng.random() < 0.6:
+                call.options[name] = rng.choice((width, width, width, 0, width // 2, 2 * width, -width, width + 2**70))
+
+    for _ in range(2500):
+        if len(dispatch._plans) > 200:
+            fakes.forget_plans()
+        call = Call(rng)
+        reword(call)
+        seen[("as made", *ask_both(road, call, function))] += 1
+        mutation = rng.choice(MUTATIONS)
+        mutation(call)
+        reword(call)
+        seen[(mutation.__name__, *ask_both(road, call, function))] += 1
+    assert seen["as made", "launched", True] > 500
+    assert seen["as made", "refused", False] > 500
+    assert {name for name, verdict, served in seen if served} > {"num_split", "size_limit", "skip_index", "batch"}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1161,9 +1272,9 @@ def test_ways_of_types(road):
 def in_force(road):
     """`store_kvcache` itself takes the fast road."""
     api = ctypes.pythonapi
-    fast_road._install(store_kvcache, road.address)
+    fast_road._install(native.STORE, store_kvcache, road.address)
     yield store_kvcache
-    api.PyFunction_SetVectorcall(store_kvcache, int(fast_road._state[native.PYTHON_ROAD // 8]))
+    api.PyFunction_SetVectorcall(store_kvcache, int(fast_road._state[PYTHON_ROAD // 8]))
 
 
 def outcome(function, positional, keywords):
@@ -1228,7 +1339,7 @@ def test_a_call_site_that_was_hot_before_takes_the_road(road, monkeypatch):
 
     hot(1000)
     assert last_launch()["kernel"] < FAST
-    fast_road._install(store_kvcache, road.address)
+    fast_road._install(native.STORE, store_kvcache, road.address)
     try:
         python_launches = []
         monkeypatch.setattr(dispatch, "launch", lambda *arguments: python_launches.append(arguments))
@@ -1236,15 +1347,48 @@ def test_a_call_site_that_was_hot_before_takes_the_road(road, monkeypatch):
         assert python_launches == []
         assert last_launch()["kernel"] >= FAST
     finally:
-        ctypes.pythonapi.PyFunction_SetVectorcall(store_kvcache, int(fast_road._state[native.PYTHON_ROAD // 8]))
+        ctypes.pythonapi.PyFunction_SetVectorcall(store_kvcache, int(fast_road._state[PYTHON_ROAD // 8]))
         monkeypatch.undo()
     store_kvcache(*arrays)
     assert last_launch()["kernel"] < FAST
 
 
+def vectorcall_of(function):
+    find = ctypes.pythonapi.PyVectorcall_Function
+    find.restype, find.argtypes = ctypes.c_void_p, [ctypes.py_object]
+    return find(function)
+
+
+@needs_vectorcall
+def test_store_cache_in_force(drop_in, monkeypatch):
+    """Its module may be imported before the road is built, or after."""
+    road, function = drop_in
+    monkeypatch.setattr(fast_road, "_functions", {})
+    monkeypatch.setattr(fast_road, "_entry", 0)
+    cpythons = vectorcall_of(function)
+    fast_road.attach(native.STORE_CACHE, function)
+    assert vectorcall_of(function) == cpythons
+    assert fast_road._functions == {native.STORE_CACHE: function}
+    monkeypatch.setattr(fast_road, "_entry", road.address)
+    fast_road.attach(native.STORE_CACHE, function)
+    assert vectorcall_of(function) == road.address
+    arrays = make_arrays()
+    for kernels in (range(FAST), range(FAST, 2 * FAST)):
+        function(*arrays, row_bytes=256, size_limit=64)
+        assert last_launch()["kernel"] in kernels
+    with pytest.raises(ValueError, match=r"^row_bytes must be the bytes of a row of k, 256, or 0, got 128"):
+        function(*arrays, row_bytes=128)
+    python = fakes.store_cache()
+    for positional, keywords in [*malformed(arrays), ((*arrays, 256), {}), (arrays, {"stream": 0})]:
+        error = outcome(function, positional, keywords)
+        assert error == outcome(python, positional, keywords)
+        assert error[0] is TypeError
+    assert control[fakes.LAUNCHES] == 2
+
+
 @needs_vectorcall
 def test_it_is_still_the_python_function(in_force):
-    assert [*inspect.signature(in_force).parameters] == list(native.PARAMETERS)
+    assert [*inspect.signature(in_force).parameters] == [name for name in native.PARAMETERS[native.STORE] if name]
     assert inspect.isfunction(in_force)
     assert "Write row i of `k` and `v`" in pydoc.render_doc(in_force)
     assert pickle.loads(pickle.dumps(in_force)) is in_force
@@ -1286,8 +1430,8 @@ def not_built(monkeypatch, compiled):
     """The module as it is before anything has been built, with the true `start`."""
     fakes.reset()
     monkeypatch.setattr(fast_road, "start", fakes.real_start)
-    monkeypatch.setattr(fast_road, "_builder", None)
-    monkeypatch.setattr(fast_road, "_status", fast_road._status)
+    for name, value in {"_builder": None, "_status": fast_road._status, "_entry": 0}.items():
+        monkeypatch.setattr(fast_road, name, value)
     monkeypatch.delenv("NUMBA_KVCACHE_NATIVE", raising=False)
     settings._switches.cache_clear()
     yield monkeypatch
@@ -1409,4 +1553,4 @@ def test_this_python(not_built):
             assert last_launch()["kernel"] < FAST
     finally:
         if fast_road.status() == "on":
-            ctypes.pythonapi.PyFunction_SetVectorcall(store_kvcache, int(fast_road._state[native.PYTHON_ROAD // 8]))
+            ctypes.pythonapi.PyFunction_SetVectorcall(store_kvcache, int(fast_road._state[PYTHON_ROAD // 8]))
