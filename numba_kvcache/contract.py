@@ -20,7 +20,6 @@ __all__ = [
     "Arrangement",
     "PlanKey",
     "Rows",
-    "StoreCase",
     "as_rows",
     "check_addresses",
     "check_arrangement",
@@ -49,18 +48,6 @@ class PlanKey(NamedTuple):
     skipping: bool
 
 
-@dataclass(eq=False)
-class StoreCase:
-    """A checked, non-empty call but for its addresses: one object for all calls of these shapes and alignments.
-
-    `decision` is for dispatch.py, which keeps there what it launches for the case.
-    """
-
-    batch: int
-    key: PlanKey
-    decision: Any = None
-
-
 def check_store(
     k: View,  # (B, D) or (B, H, D)
     v: View,  # (B, Dv) or (B, Hv, Dv)
@@ -70,8 +57,8 @@ def check_store(
     num_split: Any = 0,
     size_limit: Any = 0,
     skip_index: Any = None,
-) -> tuple[StoreCase, tuple[int, ...]] | None:
-    """What these arguments come to, and what the kernel takes; or None for an empty batch.
+) -> tuple[int, PlanKey, tuple[int, ...]] | None:
+    """The batch, what decides on the kernel, and what the kernel takes; or None for an empty batch.
 
     The kernel takes five addresses, five strides in bytes, batch, size limit, skip index.
 
@@ -105,13 +92,9 @@ def check_store(
     v_bits = v_at | v_cache_at | facts.v_bits
     if (k_bits | v_bits) & 3:
         _refuse_alignment((k, v, k_cache, v_cache), facts.arguments[: len(ROW_ARRAYS)])
-    alignment = (k_bits & -k_bits, v_bits & -v_bits)
-    case = facts.cases.get(alignment)
-    if case is None:
-        bits, device, skipping = INDEX_BITS[indices_facts.dtype], k_cache_facts.device, skip_index is not None
-        key = PlanKey(*facts.row_bytes, *alignment, num_split, bits, device, skipping)
-        case = facts.cases[alignment] = StoreCase(facts.batch, key)
-    return case, (k_at, v_at, k_cache_at, v_cache_at, indices_at, *facts.arguments)
+    bits, device, skipping = INDEX_BITS[indices_facts.dtype], k_cache_facts.device, skip_index is not None
+    key = PlanKey(*facts.row_bytes, k_bits & -k_bits, v_bits & -v_bits, num_split, bits, device, skipping)
+    return facts.batch, key, (k_at, v_at, k_cache_at, v_cache_at, indices_at, *facts.arguments)
 
 
 class _Facts(NamedTuple):
@@ -123,7 +106,6 @@ class _Facts(NamedTuple):
     v_bits: int
     index_mask: int
     arguments: tuple[int, ...]  # the kernel's, after the addresses: the strides of the four row arrays first
-    cases: dict[tuple[int, int], StoreCase]  # by the alignment of K and of V
 
 
 @dataclass(frozen=True)
@@ -207,7 +189,7 @@ def _check_facts(
     batch, strides, index_stride, limit = arrangement
     k_bits, v_bits = strides[0] | strides[2] | 16, strides[1] | strides[3] | 16
     arguments = (*strides, index_stride, batch, limit, skip_index or 0)
-    return _Facts(batch, row_bytes, k_bits, v_bits, indices.itemsize - 1, arguments, {})
+    return _Facts(batch, row_bytes, k_bits, v_bits, indices.itemsize - 1, arguments)
 
 
 class Arrangement(NamedTuple):

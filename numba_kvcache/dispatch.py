@@ -1,15 +1,16 @@
-"""The one road a call takes: arrays -> checks -> layout -> kernel -> launch."""
+"""The one road a call takes: arrays -> checks -> layout -> kernel -> launch; or, where it is known, launch."""
 
 import contextlib
 import threading
 from typing import Any, NamedTuple
 
-from . import driver, fast_road, native, settings
+from . import driver, fast_road, known_calls, native, settings
 from .arrays import current_stream, find_reader, never_readonly, readers, stream_handle, unreported
 from .compiler import EARLY_LAUNCH_SINCE, loaded_kernel
-from .contract import MAX_BATCH, PlanKey, StoreCase, check_store
+from .contract import MAX_BATCH, ROW_ARRAYS, PlanKey, check_store
 from .kernel import StoreSpec, build_kernel
-from .launch import Launch, launch
+from .known_calls import Name, known, name_call, remember_call
+from .launch import Launch, ReadyLaunch, launch
 from .layout import INDEX_BITS, StoreLayout, integer, plan_store, strategies
 from .settings import SIMULATED
 
@@ -79,30 +80,51 @@ def store_kvcache(
     >>> store_kvcache(k, v, k_cache, v_cache, slots)  # doctest: +SKIP
     """
     handle = current_stream(k_cache) if stream is None else stream_handle(stream)
-    k_view, v_view, k_cache_view, v_cache_view, indices_view = [
-        (readers.get(type(array)) or find_reader(name, array))(name, array, handle)
-        for name, array in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache), ("indices", indices))
-    ]
-    checked = check_store(k_view, v_view, k_cache_view, v_cache_view, indices_view, num_split, size_limit, skip_index)
-    if checked is None:
+    name, addresses = name_call(k, v, k_cache, v_cache, indices, num_split, size_limit, skip_index)
+    ready = known.get(name)
+    if ready is None:
+        _store_unknown((k, v, k_cache, v_cache, indices), (num_split, size_limit, skip_index), handle, name)
         return
-    case, arguments = checked
-    if SIMULATED:
-        _simulate(case, arguments)
-        return
-    pushed = driver.push_device(case.key.device)
+    pushed = driver.push_device(ready.device)
     try:
-        launch(case.decision or _decide(case), handle, arguments)
+        ready.launch(handle, addresses)
     finally:
         if pushed:
             driver.pop_device()
+
+
+def _store_unknown(arrays: tuple[Any, ...], options: tuple[Any, ...], handle: int, name: Name | None) -> None:
+    """The call with every check made; known from now on, if it has a name."""
+    views = [
+        (readers.get(type(array)) or find_reader(argument, array))(argument, array, handle)
+        for argument, array in zip((*ROW_ARRAYS, "indices"), arrays, strict=True)
+    ]
+    if name is not None and name_call(*arrays, *options)[0] != name:
+        name = None  # another thread, or a finaliser, changes an array: what follows is not what the name says
+    checked = check_store(*views, *options)
+    if checked is None:
+        return
+    batch, key, arguments = checked
+    if SIMULATED:
+        _simulate(batch, key, arguments)
+        return
+    pushed = driver.push_device(key.device)
+    try:
+        what = (_plans.get(key) or _make_plan(key)).launch(batch)
+        launch(what, handle, arguments)
+    finally:
+        if pushed:
+            driver.pop_device()
+    if name is not None:
+        remember_call(name, ReadyLaunch(key.device, what, arguments[len(arrays) :]))
     if unreported:
         _report_types()
 
 
 def _report_types() -> None:
-    """Tell the fast road of the array types that have been read since it was last told."""
+    """Tell known_calls.py and the fast road of the array types that have been read since they were last told."""
     for kind in tuple(unreported):
+        known_calls.remember_type(kind)
         fast_road.remember_type(kind, writable=never_readonly(kind))
         with contextlib.suppress(ValueError):  # another thread was faster
             unreported.remove(kind)
@@ -124,13 +146,6 @@ class Plan(NamedTuple):
 
 
 _plans: dict[PlanKey, Plan] = {}
-
-
-def _decide(case: StoreCase) -> Launch:
-    """What calls of this case launch, from now on in `case.decision`; the case's device is current."""
-    plan = _plans.get(case.key) or _make_plan(case.key)
-    decision = case.decision = plan.launch(case.batch)
-    return decision
 
 
 def _make_plan(key: PlanKey) -> Plan:
@@ -157,11 +172,11 @@ def _layout(key: PlanKey) -> StoreLayout:
 simulator_lock = threading.RLock()
 
 
-def _simulate(case: StoreCase, arguments: tuple[int, ...]) -> None:
-    layout = _layout(case.key)
+def _simulate(batch: int, key: PlanKey, arguments: tuple[int, ...]) -> None:
+    layout = _layout(key)
     with simulator_lock:
-        kernel = build_kernel(StoreSpec(layout, case.key.index_bits, early_launch=True, skipping=case.key.skipping))
-        kernel[layout.grid(case.batch), layout.block](*arguments)
+        kernel = build_kernel(StoreSpec(layout, key.index_bits, early_launch=True, skipping=key.skipping))
+        kernel[layout.grid(batch), layout.block](*arguments)
 
 
 def use_early_launch(device: int) -> bool:

@@ -1,7 +1,7 @@
 """The quantised store: dispatch.py's road once more, for rows that become fp8 on their way into the caches.
 
 Checks that the plain store has too are contract.py's; what is here is dtypes, row widths and scales. There is no fast
-road on the host: a call costs what the plain one does on the Python road.
+road on the host, and no call is known: one costs what a plain one of a new shape does on the Python road.
 """
 
 import ctypes

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cfunc, types
 
-from numba_kvcache import arrays, contract, dispatch, driver, fast_road, native
+from numba_kvcache import arrays, dispatch, driver, fast_road, known_calls, native
 from numba_kvcache.native import load, load32, store, store32
 
 i32, i64 = types.int32, types.int64
@@ -159,6 +159,7 @@ class _Dtype:
 
     def __init__(self, name, code, bits, lanes):
         self.name, self.itemsize, self.word = name, bits * lanes // 8, (code, bits, lanes)
+        self.is_complex = name.startswith("complex")
 
     def __str__(self):
         return f"torch.{self.name}"
@@ -187,9 +188,9 @@ class Fields(ctypes.Structure):
         ("steps", ctypes.c_int64 * 5),
     )
 
-    def __init__(self, shape, strides, dtype, address, *, ordinal=0, device_kind=CUDA, offset=0, conj=False):
+    def __init__(self, shape, strides, dtype, address, *, ordinal=0, device_kind=CUDA, offset=0, conj=False, neg=False):
         super().__init__(address, device_kind, ordinal, len(shape), *DTYPES[dtype])
-        self.byte_offset, self._conj = offset, conj
+        self.byte_offset, self._conj, self._neg = offset, conj, neg
         self.extents[: len(shape)], self.steps[: len(strides)] = shape, strides
         self.shape_at = ctypes.addressof(self) + Fields.extents.offset
         self.strides_at = ctypes.addressof(self) + Fields.steps.offset
@@ -228,7 +229,7 @@ class Tensor(Fields):
         return self.ordinal
 
     def is_neg(self):
-        return False
+        return self._neg
 
     def is_conj(self):
         return self._conj
@@ -238,6 +239,11 @@ class Tensor(Fields):
 
     def stride(self):
         return tuple(self.steps[: self.ndim])
+
+    def is_contiguous(self):
+        dense = [math.prod(self.shape[i + 1 :]) for i in range(self.ndim)]
+        steps = zip(self.shape, self.stride(), dense, strict=True)
+        return 0 in self.shape or all(extent == 1 or step == wanted for extent, step, wanted in steps)
 
 
 class Parameter(Tensor):
@@ -374,7 +380,7 @@ def reset():
 def forget_plans():
     fast_road._state[native.PLANS // 8 :] = 0
     dispatch._plans.clear()
-    contract._check_facts.cache_clear()  # its cases remember what they launch
+    known_calls.known.clear()
 
 
 def python_road():

@@ -52,7 +52,7 @@ def call(batch=4, width=128, slots=64, *, num_split=0, size_limit=0, skip_index=
     """A valid call, but for the views given."""
     arrays = call_views(batch, width, slots)
     checked = check_store(**{**arrays, **views}, num_split=num_split, size_limit=size_limit, skip_index=skip_index)
-    return checked and Request(checked[0].batch, checked[0].key, checked[1])
+    return checked and Request(*checked)
 
 
 def test_valid_call_becomes_the_kernels_arguments():

@@ -4,6 +4,7 @@ What is compiled finds the driver and its table by name, once per process; so th
 Python 3.10 and 3.11, where the road cannot be in force, its code is called by address.
 """
 
+import copy
 import ctypes
 import functools
 import gc
@@ -26,7 +27,8 @@ import numpy as np
 import pytest
 from support import SIMULATED, TESTS, child_environment, needs_compiler
 
-from numba_kvcache import dispatch, fast_road, native, settings, store_kvcache
+from numba_kvcache import dispatch, fast_road, known_calls, native, settings, store_kvcache
+from numba_kvcache import launch as launch_module
 from numba_kvcache.layout import plan_store
 
 IN_CHILD = os.environ.get("NUMBA_KVCACHE_TEST_FAKES") == "1" and not SIMULATED
@@ -434,7 +436,7 @@ class Call:
 
     @staticmethod
     def numba_can(shape, strides, dtype, **others):
-        plain = not {"device_kind", "conj", "offset"} & set(others) and len(shape) == len(strides)
+        plain = not {"device_kind", "conj", "neg", "offset"} & set(others) and len(shape) == len(strides)
         return plain and 0 not in shape and hasattr(np, dtype)
 
     @staticmethod
@@ -443,7 +445,7 @@ class Call:
         if numba:
             itemsize = np.dtype(dtype).itemsize
             return numba_array(shape, tuple(stride * itemsize for stride in strides), dtype, address)
-        kind = Parameter if address & 0x40 else Tensor
+        kind = Parameter if address & 0x1C0 == 0x40 else Tensor  # one in eight: calls are known that have none
         return kind(shape, strides, dtype, address, ordinal=ordinal, **others)
 
     def must_be_served(self):
@@ -624,6 +626,19 @@ def spoilt_heads_and_pages(call):
     change(array, shape=tuple(shape), strides=tuple(strides))
 
 
+def negated(call):
+    """Lazily. (Not in MUTATIONS: the fast road cannot see it.)"""
+    change(call.arrays[call.rng.choice(REQUIRED)], neg=True)
+
+
+def look_alike(call):
+    name = call.rng.choice(("num_split", "size_limit", "skip_index"))
+    value = call.options.get(name, call.rng.choice((0, 1)))
+    if value is not None:
+        kinds = (float, np.int64, np.float32, bool) if value in (0, 1) else (float, np.int64)
+        call.options[name] = call.rng.choice(kinds)(value)
+
+
 MUTATIONS = (
     other_dtype, other_width_of_dtype, columns, zero_width, rows, batch, empty_cache, inner_stride, row_stride, overlap,
     address, offset, ordinal, all_ordinals, device_kind, conjugated, dimensions, num_split, size_limit, stream,
@@ -690,6 +705,47 @@ def test_random_calls(road, seed):
     assert seen["all_ordinals", "launched", False] > 0
     assert seen["conjugated", "launched", False] > 0
     assert seen["batch", "nothing", False] > 0
+
+
+def ask_without_knowledge(call):
+    """ask_python, as if no call had been made before."""
+    known = dict(known_calls.known)
+    known_calls.known.clear()
+    verdict = ask_python(call.build(), call.options)
+    known_calls.known.update(known)
+    return verdict
+
+
+@faked
+@pytest.mark.parametrize("seed", range(4))
+def test_known_calls_change_no_verdict(road, seed, monkeypatch):
+    """Nor of the random valid calls, nor of the same with one aspect changed."""
+    rng, hits = random.Random(seed), Counter()
+    launch = launch_module.ReadyLaunch.launch
+    monkeypatch.setattr(
+        launch_module.ReadyLaunch, "launch", lambda *arguments: (hits.update([mutation]), launch(*arguments))
+    )
+    refused = Counter()
+    for _ in range(1500):
+        fakes.forget_plans()
+        call = Call(rng)
+        if rng.random() < 0.8:
+            call.numba = False
+        valid = copy.deepcopy((call.arrays, call.options))
+        mutation = "none"
+        for _ in range(3):
+            assert ask_python(call.build(), call.options) == ask_without_knowledge(call)
+        mutation = rng.choice((*MUTATIONS, negated, look_alike))
+        mutation(call)
+        for _ in range(3):
+            verdict, truth = ask_python(call.build(), call.options), ask_without_knowledge(call)
+            assert (verdict[0], *map(str, verdict[1:])) == (truth[0], *map(str, truth[1:])), (valid, call.arrays)
+            refused[mutation] += truth[0] == "refused"
+    assert hits["none"] > 500
+    assert len(hits) > 10  # of the mutations that leave some calls valid
+    assert not hits[negated]
+    assert refused[negated] > 20
+    assert refused[look_alike] > 20
 
 
 @faked

@@ -15,7 +15,7 @@ from numba import cuda
 from support import SIMULATED, expect_store, index_array, make_rows, needs_gpu, optional
 from test_gpu import Chain, captured, gpu_view, non_blocking_stream, replay_and_check, small_grids
 
-from numba_kvcache import compiler, contract, dispatch, driver, fast_road, native, store_kvcache, warmup
+from numba_kvcache import compiler, dispatch, driver, fast_road, known_calls, native, store_kvcache, warmup
 
 if not SIMULATED:
     from cuda.bindings import driver as cu
@@ -29,7 +29,7 @@ def no_plans():
     """256 plans are remembered in a process; the tests of other files may have used them up."""
     fast_road._state[native.PLANS // 8 :] = 0
     dispatch._plans.clear()
-    contract._check_facts.cache_clear()  # its cases remember what they launch
+    known_calls.known.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -54,13 +54,16 @@ class Launches:
     """Counts the Python road's launches."""
 
     def __init__(self, monkeypatch):
-        self.count, launch = 0, dispatch.launch
+        self.count = 0
+        for holder in (dispatch, dispatch.ReadyLaunch):
+            monkeypatch.setattr(holder, "launch", self.counted(holder.launch))
 
+    def counted(self, launch):
         def counted(*arguments):
             self.count += 1
             launch(*arguments)
 
-        monkeypatch.setattr(dispatch, "launch", counted)
+        return counted
 
 
 @pytest.fixture
