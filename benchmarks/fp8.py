@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .rotation import BEYOND_L2, MAX_SETS
+from .rotation import BEYOND_L2, LINE, MAX_SETS, rotated_offset
 from .shapes import CACHE_SLOTS, INDEX_BYTES, Cell, draw_slots
 from .text import print_table, progress
 
@@ -138,9 +138,9 @@ def _contenders(torch: Any, gpu: Any, cell: Fp8Cell) -> Iterator[tuple[list[Call
 
     def memcpy(n: int) -> Callable[[], None]:
         # (Half of what is moved is less than the sources of K and V have.)
-        target = cu.CUdeviceptr(caches.data_ptr() + (n * size % (room + 16) & ~15))
-        source = cu.CUdeviceptr(sources[n].data_ptr())
-        return lambda: check(cu.cuMemcpyDtoDAsync(target, source, size, cu.CUstream(gpu.stream)))
+        source, start = sources[n].data_ptr(), caches.data_ptr()
+        target = cu.CUdeviceptr(start + rotated_offset(n, size, room, (source - start) % LINE))
+        return lambda: check(cu.cuMemcpyDtoDAsync(target, cu.CUdeviceptr(source), size, cu.CUstream(gpu.stream)))
 
     def theirs(n: int) -> Callable[[], None]:
         def call() -> None:

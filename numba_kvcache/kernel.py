@@ -113,7 +113,7 @@ def make_store_kernel(
 def build_kernel(spec: StoreSpec) -> Any:
     """The dispatcher for `spec`; see make_store_kernel for its arguments."""
     layout, early_launch, bypass_l1 = spec.layout, spec.early_launch, spec.strategy.bypass_l1
-    release_first, release_late = spec.strategy.release_first, not spec.strategy.release_first
+    release_first = spec.strategy.release_first
     threads, parts, steps, groups = layout.threads, layout.parts, layout.steps, layout.groups
     idle_threads, skipping = layout.idle_threads > 0, spec.skipping
     k_step, v_step = layout.k.step_vectors, layout.v.step_vectors
@@ -170,7 +170,9 @@ def build_kernel(spec: StoreSpec) -> Any:
             # The row's address does not wait for its index: all loads are in flight before the first store.
             k_words = load_k(u64(k_source + k_at), k_vector)
             v_words = load_v(u64(v_source + v_at), v_vector)
-            if early_launch and release_late and step == steps - 1:
+            # For those that were released before, this is only what keeps the compiler from moving the loads of K and V
+            # behind the check of the index: up to 0.09 us of a small launch (H200, rows left out).
+            if early_launch and step == steps - 1:
                 release_dependents()
             if wanted:
                 check_slot(in_bounds)

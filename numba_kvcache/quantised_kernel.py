@@ -101,7 +101,7 @@ class QuantisedSpec:
 def build_quantised_kernel(spec: QuantisedSpec) -> Any:
     """The dispatcher for `spec`, whose kernel takes what QuantisedSpec.parameters lists."""
     layout, early_launch, bypass_l1 = spec.layout, spec.early_launch, spec.strategy.bypass_l1
-    release_first, release_late = spec.strategy.release_first, not spec.strategy.release_first
+    release_first = spec.strategy.release_first
     skipping = spec.skipping
     threads, parts, groups = layout.threads, layout.parts, layout.groups
     idle_threads = layout.idle_threads > 0
@@ -152,7 +152,7 @@ def build_quantised_kernel(spec: QuantisedSpec) -> Any:
         k_words = load_k(k_source, k_first)
         v_words = load_v(v_source, v_first)
         k_scale_bits, v_scale_bits = load_k_scale(k_scale), load_v_scale(v_scale)
-        if early_launch and release_late:
+        if early_launch:  # for the second time, perhaps: see kernel.py
             release_dependents()
         if skipping and index == skip_index:
             return

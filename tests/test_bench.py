@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import json
 import re
 import struct
@@ -31,7 +32,7 @@ from benchmarks.names import (
 from benchmarks.reference import UNTOUCHED, difference, expected_cache, make_trial, run_trial
 from benchmarks.report import print_report
 from benchmarks.results import OURS, CellResult, HostTime, Outcome, Results, Spread, TuneResult, spread_of
-from benchmarks.rotation import COLD, MAX_SETS, is_cold, sets_for
+from benchmarks.rotation import COLD, LINE, MAX_SETS, is_cold, rotated_offset, sets_for
 from benchmarks.shapes import ALL_CELLS, MODELS, SWEEP_CELLS, Cell, Model, draw_slots, model_cells, row_groups
 
 ROOT = Path(__file__).parent.parent
@@ -497,6 +498,17 @@ def test_sets_exceed_the_cache():
     assert sets_for(middle, l2) == 160  # 157.3 MB of 1.05 MB each are 150, in whole graphs of 32
     assert sets_for(small, l2) == MAX_SETS
     assert [is_cold(cell, sets_for(cell, l2), l2) for cell in (large, middle, small)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("size", "room"), [(3_014_656, 2_400_000_000), (67_108_864, 150_000_000), (92, 1000), (4096, 127)]
+)
+@pytest.mark.parametrize("phase", [0, 16, 112])
+def test_rotated_copies_stay_in_their_room_and_on_their_line(size, room, phase):
+    offsets = [rotated_offset(number, size, room, phase) for number in range(100)]
+    assert all(0 <= offset <= room and offset % LINE == phase for offset in offsets)
+    assert all(b - a < size + LINE for a, b in itertools.pairwise(offsets))  # one behind the other, or from the start
+    assert len(set(offsets)) > 1 or room < LINE
 
 
 def test_a_given_number_of_sets():

@@ -9,6 +9,7 @@ from numba_kvcache.driver import check
 
 from ..gpu import address
 from ..names import MEMCPY
+from ..rotation import LINE, rotated_offset
 from ..shapes import Cell
 from . import Peer
 
@@ -22,9 +23,10 @@ def load(cells: tuple[Cell, ...], early_launch: bool) -> Peer:
 
 def _bind(cell: Cell, a: Any, stream: int) -> Callable[[], None]:
     # V follows K, and v_cache follows k_cache; targets rotate over both caches, as the stores' slots do.
-    room = a.k_cache.nbytes + a.v_cache.nbytes - cell.source_bytes
-    offset = a.number * cell.source_bytes % (room + 16) & ~15
-    target, source, size = cu.CUdeviceptr(address(a.k_cache) + offset), cu.CUdeviceptr(address(a.k)), cell.source_bytes
+    start, size = address(a.k_cache), cell.source_bytes
+    room = a.k_cache.nbytes + a.v_cache.nbytes - size
+    offset = rotated_offset(a.number, size, room, (address(a.k) - start) % LINE)
+    target, source = cu.CUdeviceptr(start + offset), cu.CUdeviceptr(address(a.k))
 
     def call() -> None:
         check(cu.cuMemcpyDtoDAsync(target, source, size, cu.CUstream(stream)))
