@@ -13,9 +13,15 @@ import numpy as np
 import pytest
 from support import needs_compiler, optional
 
-from numba_kvcache import arrays, dispatch, driver, fast_road, known_calls, launch, store_kvcache
+from numba_kvcache import arrays, dispatch, driver, fast_road, known_calls, launch
 
 pytestmark = needs_compiler
+
+# The Python function: on a GPU the fast road may be in force by now, and would take these addresses for its own.
+store_kvcache = types.FunctionType(
+    dispatch.store_kvcache.__code__, dispatch.__dict__, argdefs=dispatch.store_kvcache.__defaults__
+)
+store_kvcache.__kwdefaults__ = dispatch.store_kvcache.__kwdefaults__
 
 B, WIDTH, SLOTS = 4, 128, 64
 STREAM = 0x7000

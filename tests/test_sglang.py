@@ -2,6 +2,8 @@
 
 import inspect
 import logging
+import random
+import statistics
 import sys
 import time
 import types
@@ -253,7 +255,7 @@ def test_the_fast_road_knows_the_parameters():
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="the fast road needs Python 3.12")
 @pytest.mark.parametrize("as_sglang", [False, True], ids=["bare", "as SGLang calls it"])
 def test_host_cost(as_sglang):
-    """Over the plain call's: the best of many interleaved rounds, each short of filling the queue."""
+    """Over the plain call's; each turn is short of filling the queue."""
     warmup(2048)
     assert fast_road.status() == "on"
     k, v = (random_rows(1, 1024, torch.bfloat16, seed) for seed in (1, 2))
@@ -272,13 +274,19 @@ def test_host_cost(as_sglang):
         else:
             kvcache.store_cache(k, v, k_cache, v_cache, indices)
 
-    best = {plain: float("inf"), dropped_in: float("inf")}
-    for _ in range(200):
-        for call in best:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(200):
-                call()
-            best[call] = min(best[call], time.perf_counter() - start)
-    assert best[dropped_in] <= 1.1 * best[plain], best
-    print(f"{best[dropped_in] / best[plain]:.3f} of the plain call")  # noqa: T201
+    def seconds(call):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            call()
+        return time.perf_counter() - start
+
+    # Some hosts' drivers take now 2.6 and now 3.4 us to launch, for many calls on end: medians of many short turns, in
+    # an order that follows no period.
+    rng, times = random.Random(0), {plain: [], dropped_in: []}
+    for _ in range(400):
+        for call in rng.sample([*times], 2):
+            times[call].append(seconds(call))
+    ratio = statistics.median(times[dropped_in]) / statistics.median(times[plain])
+    assert ratio <= 1.1
+    print(f"{ratio:.3f} of the plain call")  # noqa: T201
