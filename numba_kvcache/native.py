@@ -1,6 +1,6 @@
 """The fast road: `store_kvcache`'s decision, once made by the Python road, replayed by code that Numba compiles.
 
-A decode-step store takes 1 microsecond of GPU time; the Python road takes 7 and more of host time to launch it, a driver
+A decode-step store takes 1 microsecond of GPU time; the Python road takes 7 and more of host time for it, a driver
 launch alone about 3. So `store_kvcache` stays the Python function that it is, and its *vectorcall* pointer, the C
 function that CPython calls when somebody calls it, is set to `entry` below: machine code with the C signature
 `(function, args, nargsf, names) -> PyObject *`, compiled by `numba.cfunc`. `entry`
