@@ -83,7 +83,7 @@ def store_kvcache(
     name, addresses = name_call(k, v, k_cache, v_cache, indices, num_split, size_limit, skip_index)
     ready = known.get(name)
     if ready is None:
-        _store_unknown((k, v, k_cache, v_cache, indices), (num_split, size_limit, skip_index), handle, name)
+        _store_unknown((k, v, k_cache, v_cache, indices), (num_split, size_limit, skip_index), handle, name, addresses)
         return
     pushed = driver.push_device(ready.device)
     try:
@@ -93,7 +93,9 @@ def store_kvcache(
             driver.pop_device()
 
 
-def _store_unknown(arrays: tuple[Any, ...], options: tuple[Any, ...], handle: int, name: Name | None) -> None:
+def _store_unknown(
+    arrays: tuple[Any, ...], options: tuple[Any, ...], handle: int, name: Name | None, addresses: tuple[int, ...]
+) -> None:
     """The call with every check made; known from now on, if it has a name."""
     views = [
         (readers.get(type(array)) or find_reader(argument, array))(argument, array, handle)
@@ -115,7 +117,7 @@ def _store_unknown(arrays: tuple[Any, ...], options: tuple[Any, ...], handle: in
     finally:
         if pushed:
             driver.pop_device()
-    if name is not None:
+    if name is not None and arguments[: len(arrays)] == addresses:
         remember_call(name, ReadyLaunch(key.device, what, arguments[len(arrays) :]))
     if unreported:
         _report_types()

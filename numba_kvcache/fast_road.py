@@ -119,6 +119,8 @@ def remember_plan(
 
 def _forget_plans() -> None:
     """In a child of fork the parent's contexts are lost: the Python road says so."""
+    global _lock
+    _lock = threading.RLock()  # the thread that held the parent's is not here to let it go
     _state[native.PLANS // 8 :] = 0
 
 
@@ -177,10 +179,16 @@ def status() -> str:
 
 
 def attach(row: int, function: Callable[..., Any]) -> None:
-    """Let the fast road take the calls of a Python function, which has the parameters of native.PARAMETERS[row]."""
+    """Let the fast road take the calls of a Python function, which has the parameters of native.PARAMETERS[row].
+
+    One that had this row before (its module has been reloaded) is an ordinary function again.
+    """
     with _lock:
+        before = _functions.get(row, function)
         _functions[row] = function
         if _entry:
+            if before is not function:
+                _uninstall(row, before)
             _install(row, function, _entry)
 
 
@@ -236,8 +244,9 @@ def _build() -> None:
         entry = compile_entry()
         with _lock:
             _entry = entry
-            for row, function in _functions.items():
-                _install(row, function, _entry)
+            for row in native.PARAMETERS:
+                if row in _functions:
+                    _install(row, _functions[row], _entry)
     except Exception as error:  # whatever Numba or CPython changed, the Python road stands
         _status = f"off: {type(error).__name__}: {error}"
     else:
@@ -300,5 +309,13 @@ def _install(row: int, function: Callable[..., Any], entry: int) -> None:
     api.PyVectorcall_Function.restype, api.PyVectorcall_Function.argtypes = ctypes.c_void_p, [ctypes.py_object]
     api.PyFunction_SetVectorcall.restype = None
     api.PyFunction_SetVectorcall.argtypes = [ctypes.py_object, ctypes.c_void_p]
+    if api.PyVectorcall_Function(function) == entry:  # else it would be its own Python road
+        return
     _write(row, id(function), api.PyVectorcall_Function(function), function.__code__.co_argcount)
     api.PyFunction_SetVectorcall(function, entry)
+
+
+def _uninstall(row: int, function: Callable[..., Any]) -> None:
+    if _state[row // 8] == id(function):
+        road = int(_state[(row + native.FUNCTION_ROAD) // 8])
+        ctypes.pythonapi.PyFunction_SetVectorcall(function, road)

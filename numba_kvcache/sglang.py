@@ -16,6 +16,7 @@ in every process that holds a pool, before it serves. What differs from SGLang's
 - A row aimed at the reserved slot is skipped before the bounds assert, so that slot may lie outside the bounds.
 - More is refused: a `size_limit` above the rows of either cache, rows of a cache that overlap.
 - Nothing is compiled by `can_use_store_cache`; `numba_kvcache.warmup` does that.
+- A default that somebody writes into `store_cache.__kwdefaults__` is not seen; use functools.partial as above.
 
 An eager call takes the fast road itself (native.py), and costs what `store_kvcache` costs. Under torch.compile the call
 is traced (numba_kvcache.torch).
@@ -77,14 +78,13 @@ def store_cache(
     TypeError, ValueError, RuntimeError
         As numba_kvcache.store_kvcache.
     """
-    if row_bytes:
+    if row_bytes is not None:
         _check_row_bytes("row_bytes", row_bytes, "k", k)
-    if v_row_bytes:
+    if v_row_bytes is not None:
         _check_row_bytes("v_row_bytes", v_row_bytes, "v", v)
-    if num_split < 0:
-        num_split = 0
-    if size_limit < 0:
-        size_limit = 0
+    num_split = max(0, _plain("num_split", num_split))
+    size_limit = max(0, _plain("size_limit", size_limit))
+    reserved_skip_index = _plain("reserved_skip_index", reserved_skip_index)
     if reserved_skip_index < 0:
         store_kvcache(k, v, k_cache, v_cache, indices, num_split, size_limit)
     else:
@@ -95,13 +95,21 @@ fast_road.attach(native.STORE_CACHE, store_cache)
 
 
 def _check_row_bytes(name: str, row_bytes: int, owner: str, tensor: Any) -> None:
-    """ValueError unless a row, heads and all, has `row_bytes` bytes."""
+    """ValueError unless a row, heads and all, has `row_bytes` bytes, or that is 0. What has no rows, others refuse."""
+    row_bytes = _plain(name, row_bytes)
+    if row_bytes == 0 or getattr(tensor, "shape", None) is None:
+        return
     whole = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
     if row_bytes != whole:
         raise ValueError(
             f"{name} must be the bytes of a row of {owner}, {whole}, or 0, got {row_bytes}; "
             "to store a part of each row, slice rows and cache alike"
         )
+
+
+def _plain(name: str, value: Any) -> int:
+    """`integer`, which Dynamo cannot trace, for what is no plain int."""
+    return value if type(value) is int else integer(name, value)
 
 
 @torch.compiler.assume_constant_result

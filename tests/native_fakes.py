@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cfunc, types
 
-from numba_kvcache import arrays, dispatch, driver, fast_road, known_calls, native
+from numba_kvcache import arrays, dispatch, driver, fast_road, known_calls, layout, native
 from numba_kvcache.native import load, load32, store, store32
 
 i32, i64 = types.int32, types.int64
@@ -394,8 +394,10 @@ def python_road():
 def store_cache():
     """SGLang's function as sglang.py has it, without the torch that this module imports, over the Python road."""
     tree = ast.parse(Path(native.__file__).with_name("sglang.py").read_text())
-    tree.body = [node for node in tree.body if getattr(node, "name", "") in ("store_cache", "_check_row_bytes")]
-    names = {"Any": Any, "math": math, "store_kvcache": python_road()}
+    tree.body = [
+        node for node in tree.body if getattr(node, "name", "") in ("store_cache", "_check_row_bytes", "_plain")
+    ]
+    names = {"Any": Any, "math": math, "integer": layout.integer, "store_kvcache": python_road()}
     exec(compile(tree, "sglang.py", "exec"), names)
     return names["store_cache"]
 

@@ -1428,6 +1428,7 @@ def test_store_cache_in_force(drop_in, monkeypatch):
     monkeypatch.setattr(fast_road, "_entry", road.address)
     fast_road.attach(native.STORE_CACHE, function)
     assert vectorcall_of(function) == road.address
+    fast_road.attach(native.STORE_CACHE, function)  # again, which changes nothing
     arrays = make_arrays()
     for kernels in (range(FAST), range(FAST, 2 * FAST)):
         function(*arrays, row_bytes=256, size_limit=64)
@@ -1440,6 +1441,9 @@ def test_store_cache_in_force(drop_in, monkeypatch):
         assert error == outcome(python, positional, keywords)
         assert error[0] is TypeError
     assert control[fakes.LAUNCHES] == 2
+    reloaded = fakes.store_cache()
+    fast_road.attach(native.STORE_CACHE, reloaded)
+    assert (vectorcall_of(function), vectorcall_of(reloaded)) == (cpythons, road.address)
 
 
 @needs_vectorcall

@@ -80,6 +80,23 @@ def test_a_part_of_a_row_is_refused(name, owner):
     assert_caches(arguments, before)
 
 
+@pytest.mark.parametrize("name", ["row_bytes", "v_row_bytes", "num_split", "size_limit", "reserved_skip_index"])
+@pytest.mark.parametrize("value", [0.0, -1.5, True, "", [], torch.tensor([1])], ids=repr)
+def test_an_option_is_an_integer(name, value):
+    arguments, _ = small_call()
+    before = [bits_of(cache).clone() for cache in arguments[2:4]]
+    with pytest.raises(TypeError, match=f"^{name} must be an integer"):
+        kvcache.store_cache(*arguments, **{name: value})
+    assert_caches(arguments, before)
+
+
+@pytest.mark.parametrize("k", [[1], None])
+def test_what_is_no_array_is_refused_as_such(k):
+    (_, *rest), _ = small_call()
+    with pytest.raises(TypeError, match=r"^k must be an array that a kernel can reach"):
+        kvcache.store_cache(k, *rest, row_bytes=128)
+
+
 @needs_kernels
 def test_a_row_of_heads_is_all_of_them():
     arguments, right = small_call()
