@@ -7,12 +7,11 @@ that is not written guards its neighbours, and one comparison of the pool finds 
 import collections
 import os
 import random
-import types
 from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
-from support import GUARD, ON_GPU, SIMULATED, InterfaceArray, Memory, Rows, expect_store, synchronize
+from support import GUARD, ON_GPU, SIMULATED, InterfaceArray, Memory, Rows, expect_store, synchronize, without_fast_road
 
 from numba_kvcache import store_kvcache
 
@@ -353,5 +352,4 @@ def as_playable(case):
 
 
 # `store_kvcache` with CPython's own vectorcall, whatever the fast road has done to the other.
-python_road = types.FunctionType(store_kvcache.__code__, store_kvcache.__globals__, argdefs=store_kvcache.__defaults__)
-python_road.__kwdefaults__ = store_kvcache.__kwdefaults__
+python_road = without_fast_road(store_kvcache)

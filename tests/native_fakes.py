@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cfunc, types
+from support import without_fast_road
 
 from numba_kvcache import arrays, dispatch, driver, fast_road, known_calls, layout, native
 from numba_kvcache.native import load, load32, store, store32
@@ -385,10 +386,7 @@ def forget_plans():
 
 def python_road():
     """`store_kvcache` as a function whose vectorcall is CPython's own."""
-    road = dispatch.store_kvcache
-    copy = python_types.FunctionType(road.__code__, road.__globals__, road.__name__, road.__defaults__)
-    copy.__kwdefaults__ = road.__kwdefaults__
-    return copy
+    return without_fast_road(dispatch.store_kvcache)
 
 
 def store_cache():

@@ -11,17 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from support import needs_compiler, optional
+from support import needs_compiler, optional, without_fast_road
 
 from numba_kvcache import arrays, dispatch, driver, fast_road, known_calls, launch
 
 pytestmark = needs_compiler
 
 # The Python function: on a GPU the fast road may be in force by now, and would take these addresses for its own.
-store_kvcache = types.FunctionType(
-    dispatch.store_kvcache.__code__, dispatch.__dict__, argdefs=dispatch.store_kvcache.__defaults__
-)
-store_kvcache.__kwdefaults__ = dispatch.store_kvcache.__kwdefaults__
+store_kvcache = without_fast_road(dispatch.store_kvcache)
 
 B, WIDTH, SLOTS = 4, 128, 64
 STREAM = 0x7000
@@ -435,17 +432,24 @@ def test_the_kernel_follows_the_alignment(launched):
     assert [blocks for _, _, blocks, *_ in launched[-3:]] == [plans[16], plans[8], plans[4]]
 
 
-def test_an_array_that_changes_while_it_is_read_is_not_remembered_as_what_it_was(launched):
+@pytest.mark.parametrize("and_back", [False, True])
+def test_an_array_that_changes_while_it_is_read_is_not_remembered_as_what_it_was(launched, and_back):
     """By another thread, say, between the naming of a call and the reading that its checks go by."""
     given = torch_arrays()
     store_kvcache(*given, stream=STREAM)  # tells of the type
-    fewer, read = torch_arrays(batch=2), arrays._read_torch
+    fewer, before, read = torch_arrays(batch=2), [array.detach() for array in given], arrays._read_torch
+
+    def become(others):
+        for array, other in zip(given, others, strict=True):
+            array.set_(other)
 
     def meanwhile(name, tensor, stream):
         if name == "k":
-            for array, other in zip(given, fewer, strict=True):
-                array.set_(other)
-        return read(name, tensor, stream)
+            become(fewer)
+        view = read(name, tensor, stream)
+        if name == "indices" and and_back:
+            become(before)
+        return view
 
     dispatch.readers[type(given[0])] = meanwhile
     store_kvcache(*given, stream=STREAM)

@@ -1446,6 +1446,27 @@ def test_store_cache_in_force(drop_in, monkeypatch):
     assert (vectorcall_of(function), vectorcall_of(reloaded)) == (cpythons, road.address)
 
 
+@faked
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent(road, monkeypatch):
+    monkeypatch.setattr(fast_road, "_lock", threading.RLock())  # given back afterwards
+    held, done = threading.Event(), threading.Event()
+
+    def hold(lock):
+        with lock:
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold, args=(fast_road._lock,))
+    thread.start()
+    try:
+        assert held.wait(60)
+        fast_road._forget_plans()  # what runs in the child
+        assert fast_road._lock.acquire(blocking=False)
+    finally:
+        done.set()
+        thread.join()
+
+
 @needs_vectorcall
 def test_it_is_still_the_python_function(in_force):
     assert [*inspect.signature(in_force).parameters] == [name for name in native.PARAMETERS[native.STORE] if name]

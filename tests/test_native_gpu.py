@@ -7,12 +7,11 @@ import os
 import random
 import sys
 import threading
-import types
 
 import numpy as np
 import pytest
 from numba import cuda
-from support import SIMULATED, expect_store, index_array, make_rows, needs_gpu, optional
+from support import SIMULATED, expect_store, index_array, make_rows, needs_gpu, optional, without_fast_road
 from test_gpu import Chain, captured, gpu_view, non_blocking_stream, replay_and_check, small_grids
 
 from numba_kvcache import compiler, dispatch, driver, fast_road, known_calls, native, store_kvcache, warmup
@@ -45,9 +44,7 @@ def in_force(no_plans):
 @pytest.fixture
 def python_road():
     """`store_kvcache` with CPython's own vectorcall."""
-    road = types.FunctionType(store_kvcache.__code__, store_kvcache.__globals__, argdefs=store_kvcache.__defaults__)
-    road.__kwdefaults__ = store_kvcache.__kwdefaults__
-    return road
+    return without_fast_road(store_kvcache)
 
 
 class Launches:

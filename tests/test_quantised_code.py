@@ -203,6 +203,20 @@ def test_machine_code(case, cc):
         assert "F2FP.SATFINITE" not in sass
 
 
+@pytest.mark.parametrize("cc", [(9, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize("skipping", [False, True])
+@pytest.mark.parametrize("release_first", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_rows_and_scales_do_not_wait_for_the_index(cc, skipping, release_first, on_device):
+    """As test_machine_code.py asks of the plain store: no branch before the last load."""
+    strategy = Strategy(release_first=release_first)
+    spec = spec_of("bfloat16", 1024, 16, 16, cc, on_device=on_device, strategy=strategy, skipping=skipping)
+    bases = [i.base for i in inspection.read_sass(machine_code(spec, cc)[1]).instructions]
+    loads = [at for at, base in enumerate(bases) if base == "LDG"]
+    assert len(loads) == 3 + 2 * on_device  # the index, K, V, the scales
+    assert not {"BRA", "EXIT", "BSSY", "BSYNC", "CALL"} & {*bases[bases.index("ACQBULK") : loads[-1]]}
+
+
 @pytest.mark.parametrize(
     "strategy", [Strategy(), Strategy(bypass_l1=True), Strategy(release_first=True)], ids=["plain", "past_l1", "first"]
 )

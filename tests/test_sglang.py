@@ -10,7 +10,7 @@ import types
 from itertools import product
 
 import pytest
-from support import ON_GPU, TESTS, needs_gpu, needs_kernels
+from support import ON_GPU, TESTS, needs_gpu, needs_kernels, without_fast_road
 
 from numba_kvcache import fast_road, native, store_kvcache, warmup
 
@@ -132,8 +132,7 @@ def test_the_reserved_slot_is_passed_on(reserved, passed, monkeypatch):
     """By the Python function: the fast road would serve such a call itself."""
     calls = []
     monkeypatch.setattr(kvcache, "store_kvcache", lambda *arguments, **options: calls.append((arguments[5:], options)))
-    store_cache = types.FunctionType(kvcache.store_cache.__code__, kvcache.__dict__)
-    store_cache.__kwdefaults__ = kvcache.store_cache.__kwdefaults__
+    store_cache = without_fast_road(kvcache.store_cache)
     store_cache(*small_call()[0], num_split=1, size_limit=7, reserved_skip_index=reserved)
     assert calls == [((1, 7), passed)]
 
