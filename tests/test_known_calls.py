@@ -7,6 +7,7 @@ import ctypes
 import struct
 import sys
 import types
+import weakref
 from typing import NamedTuple
 
 import numpy as np
@@ -78,6 +79,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(dispatch, "readers", arrays.readers)
     arrays.unreported.clear()
     known_calls.known.clear()
+    known_calls.guards.clear()
     facts_of = arrays._torch_facts.__wrapped__
     of_gpu = {"cpu": Device("cuda", 0)}
     monkeypatch.setattr(
@@ -94,7 +96,33 @@ def launched(monkeypatch):
     monkeypatch.setattr(launch.ReadyLaunch, "launch", counted)
     yield seen
     known_calls.known.clear()
+    known_calls.guards.clear()
     arrays.unreported.clear()
+
+
+def read_torch_by(how, monkeypatch):
+    torch = optional("torch")
+    reader = known_calls._torch_reader()
+    if how == "attributes":
+        reader = known_calls._read_torch
+    elif reader is known_calls._read_torch:
+        pytest.skip(f"torch {torch.__version__} has no guards that serve")
+    monkeypatch.setattr(known_calls, "_torch_reader", lambda: reader)
+
+
+@pytest.fixture(params=["guards", "attributes"])
+def both_readers(request, monkeypatch):
+    """Torch tensors by each of the two readers that known_calls.py has for them."""
+    read_torch_by(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["torch by guards", "torch by attributes", "numba"])
+def make(request, monkeypatch):
+    """Makes the arrays of one call."""
+    if request.param == "numba":
+        return numba_arrays
+    read_torch_by(request.param.removeprefix("torch by "), monkeypatch)
+    return torch_arrays
 
 
 def dense(shape, dtype):
@@ -150,11 +178,10 @@ def make_known(launched, given, **options):
     launched.ready = 0
 
 
-both = pytest.mark.parametrize("make", [torch_arrays, numba_arrays])
+of_torch = pytest.mark.usefixtures("both_readers")
 STRIDES = (256, 256, 256, 256, 8)
 
 
-@both
 def test_a_known_call_launches_what_the_first_did(launched, make):
     first = make()
     store_kvcache(*first, stream=STREAM, size_limit=50, skip_index=-1)
@@ -167,7 +194,6 @@ def test_a_known_call_launches_what_the_first_did(launched, make):
     assert parameters == (*addresses(other), *STRIDES, B, 50, -1)
 
 
-@both
 @pytest.mark.parametrize(
     ("name", "value", "verdict"),
     [
@@ -190,7 +216,6 @@ def test_a_number_that_equals_an_int_is_judged_for_itself(launched, make, name, 
     assert launched.ready == 0
 
 
-@both
 def test_skip_index_0_is_not_none(launched, make):
     """Nor is a size_limit of None unknown, where it is as good as 0."""
     given = make()
@@ -231,6 +256,7 @@ def in_place(kind, tensor):
         ("no memory", "k must have memory"), ("set_", None), ("half aligned", None),
     ],
 )  # fmt: skip
+@of_torch
 def test_a_tensor_changed_in_place(launched, kind, verdict):
     given = torch_arrays()
     make_known(launched, given)
@@ -249,6 +275,7 @@ def test_a_tensor_changed_in_place(launched, kind, verdict):
 
 
 @pytest.mark.parametrize("at", range(5))
+@of_torch
 def test_a_lazily_negated_tensor_is_refused(launched, at):
     torch = optional("torch")
     given = torch_arrays()
@@ -260,6 +287,7 @@ def test_a_lazily_negated_tensor_is_refused(launched, at):
 
 
 @pytest.mark.parametrize("at", range(4))
+@of_torch
 def test_a_lazily_conjugated_tensor_is_refused(launched, at):
     torch = optional("torch")
     rows = [torch.zeros(count, WIDTH, dtype=torch.complex64) for count in (B, B, SLOTS, SLOTS)]
@@ -278,22 +306,33 @@ def without_memory(kind, tensor):
 
     if kind == "sparse":
         return torch.zeros(tensor.shape, dtype=tensor.dtype).to_sparse()
+    if kind == "nested":
+        return torch.nested.nested_tensor([torch.zeros(WIDTH), torch.zeros(2 * WIDTH)], dtype=tensor.dtype)
+    if kind == "all zeros":
+        return torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype)
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 @pytest.mark.parametrize(
     ("kind", "verdict"),
-    [("sparse", "k is a torch tensor without plain strided memory"), ("meta", "on device meta")],
-)
-def test_tensors_without_memory_are_refused(launched, kind, verdict):
+    [
+        ("sparse", "is a torch tensor without plain strided memory"), ("meta", "on device meta"),
+        ("all zeros", "must have memory"), ("nested", "is a torch tensor without plain strided memory"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@of_torch
+def test_tensors_without_memory_are_refused(launched, kind, verdict, at):
     given = torch_arrays()
     make_known(launched, given)
-    given[0] = without_memory(kind, given[0])
+    given[at] = without_memory(kind, given[at])
     with pytest.raises((TypeError, ValueError), match=verdict):
         store_kvcache(*given, stream=STREAM)
     assert not launched
 
 
+@of_torch
 def test_tensors_of_a_transform_are_refused(launched):
     """Their type is torch.Tensor itself."""
     torch = optional("torch")
@@ -305,6 +344,98 @@ def test_tensors_of_a_transform_are_refused(launched):
     assert not launched
 
 
+@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("change", ["shape", "strides", "dtype"])
+@of_torch
+def test_every_tensor_is_looked_at(launched, at, change):
+    """One that differs in one thing makes another call, which is judged as if it were the first."""
+    torch = optional("torch")
+    given, others = torch_arrays(), torch_arrays()
+    make_known(launched, given)
+    if change == "shape":
+        others[at] = others[at][:-1].clone()
+    elif change == "strides":
+        others[at] = torch.stack([others[at], others[at]], 1)[:, 0]
+    else:
+        others[at] = others[at].to(torch.int32 if at == 4 else torch.float16)
+    assert (others[at].shape, others[at].stride(), others[at].dtype) != (
+        given[at].shape, given[at].stride(), given[at].dtype,
+    )  # fmt: skip
+    if (change == "shape" and at in (0, 1, 4)) or (change == "dtype" and at != 4):
+        with pytest.raises((TypeError, ValueError), match="must"):
+            store_kvcache(*others, stream=STREAM)
+        assert not launched
+    else:
+        store_kvcache(*others, stream=STREAM)
+        strides = [array.stride(0) * array.element_size() for array in others]
+        slots = min(len(others[2]), len(others[3]))
+        assert launched[0][4] == (*addresses(others), *strides, B, slots, 0)
+    assert launched.ready == 0
+
+
+@of_torch
+def test_what_a_known_call_knows_keeps_no_tensor(launched):
+    given = torch_arrays()
+    make_known(launched, given)
+    watched = [weakref.ref(array) for array in given]
+    del given
+    assert [array() for array in watched] == [None] * 5
+
+
+@of_torch
+def test_calls_are_known_in_every_mode_of_autograd(launched):
+    torch = optional("torch")
+    for _ in range(2):
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode():
+                for needs_grad in (False, True):
+                    first, other = torch_arrays(), torch_arrays()
+                    for array in (first[0], other[0]):
+                        array.requires_grad_(needs_grad)
+                    make_known(launched, first)
+                    store_kvcache(*other, stream=STREAM)
+                    assert launched.ready == 1
+
+
+@of_torch
+def test_many_calls_alike_in_the_shape_of_k(launched):
+    torch = optional("torch")
+    calls = []
+    for slots in range(5, 5 + 3 * known_calls.MAX_GUARDS):
+        given = torch_arrays()
+        given[2] = torch.zeros(slots, WIDTH, dtype=torch.bfloat16)
+        calls.append((slots, given))
+    for slots, given in calls * 2:
+        make_known(launched, given)
+        store_kvcache(*given, stream=STREAM)
+        assert [parameters[11] for *_, parameters in launched] == [slots]
+        assert launched.ready == 1
+        assert max(map(len, known_calls.guards.values()), default=0) <= known_calls.MAX_GUARDS
+
+
+class Passes:
+    """Stands for a class of guards that has become another: every tensor passes."""
+
+    def __init__(self, *tensors, **dimensions):
+        pass
+
+    def check(self, *tensors):
+        return True
+
+
+@pytest.mark.parametrize("become", ["absent", "of other arguments", "blind"])
+def test_where_torch_has_no_such_guards_attributes_are_read(monkeypatch, become):
+    optional("torch")
+    from torch._C._dynamo import guards
+
+    if become == "absent":
+        monkeypatch.delattr(guards, "TensorGuards")
+    else:
+        monkeypatch.setattr(guards, "TensorGuards", Passes if become == "blind" else lambda tensors: None)
+    assert known_calls._torch_reader() is known_calls._read_torch
+
+
+@of_torch
 def test_arrays_of_one_subclass_are_not_known(launched):
     torch = optional("torch")
 
@@ -324,6 +455,7 @@ def test_arrays_of_one_subclass_are_not_known(launched):
     assert not launched
 
 
+@of_torch
 def test_a_subclass_answers_for_itself(launched):
     torch = optional("torch")
 
@@ -343,7 +475,6 @@ def test_a_subclass_answers_for_itself(launched):
     assert launched.ready == 0
 
 
-@both
 @pytest.mark.parametrize("at", range(5))
 def test_no_memory_on_the_only_gpu(launched, make, at):
     launched.gpus = 1
@@ -433,6 +564,7 @@ def test_the_kernel_follows_the_alignment(launched):
 
 
 @pytest.mark.parametrize("and_back", [False, True])
+@of_torch
 def test_an_array_that_changes_while_it_is_read_is_not_remembered_as_what_it_was(launched, and_back):
     """By another thread, say, between the naming of a call and the reading that its checks go by."""
     given = torch_arrays()
@@ -460,17 +592,17 @@ def test_an_array_that_changes_while_it_is_read_is_not_remembered_as_what_it_was
     assert [parameters[10] for *_, parameters in launched] == [B, 2, B, B, B]
 
 
-def test_how_much_is_remembered_is_bounded(launched, monkeypatch):
+def test_how_much_is_remembered_is_bounded(launched, monkeypatch, make):
     monkeypatch.setattr(known_calls, "MAX_KNOWN", 10)
     for batch in range(1, 60):
         for _ in range(2):
-            store_kvcache(*numba_arrays(batch), stream=STREAM)
+            store_kvcache(*make(batch), stream=STREAM)
         assert len(known_calls.known) <= 10
+        assert len(known_calls.guards) <= 10
     assert [parameters[10] for *_, parameters in launched] == [batch for batch in range(1, 60) for _ in range(2)]
     assert launched.ready >= 50
 
 
-@both
 def test_a_failed_launch_is_told_of_and_not_remembered(launched, make):
     given = make()
     store_kvcache(*given, stream=STREAM)
@@ -487,7 +619,6 @@ def test_a_failed_launch_is_told_of_and_not_remembered(launched, make):
     assert launched.ready == 1
 
 
-@both
 def test_a_launch_within_a_launch_has_memory_of_its_own(launched, monkeypatch, make):
     """A finaliser that stores, while a known call is between packing and launching."""
     outer, inner = make(), numba_arrays() if make is numba_arrays else make()
