@@ -36,11 +36,11 @@ __all__ = [
     "ArrayView",
     "View",
     "array_facts",
-    "current_stream",
     "find_reader",
     "never_readonly",
     "read_array",
     "readers",
+    "stream_finder",
     "stream_handle",
 ]
 
@@ -430,23 +430,31 @@ def never_readonly(kind: type) -> bool:
     return readers[kind] in (_read_torch, _read_cupy) or getattr(kind, "__cuda_ndarray__", False)
 
 
-def current_stream(array: Any) -> int:
-    """The handle of the stream on which the library that owns `array` works now; 0 is the legacy default stream.
+def stream_finder(array: Any) -> Callable[[], int]:
+    """What tells, at any time, the handle of the stream on which the library that owns `array` works.
 
     torch and CuPy: their current stream on the array's device. Numba: its default stream. Other producers of the
     array interface: the stream that they export. All else: the default stream.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        return torch._C._cuda_getCurrentRawStream(array.get_device()) if array.is_cuda else 0
+        if not array.is_cuda:
+            return _default_stream
+        return functools.partial(torch._C._cuda_getCurrentRawStream, array.get_device())
     if getattr(array, "__cuda_ndarray__", False):
-        return 0
+        return _default_stream
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
-        return int(cupy.cuda.get_current_stream(array.data.device_id).ptr)
+        find, device = cupy.cuda.get_current_stream, array.data.device_id
+        return lambda: int(find(device).ptr)
     interface = getattr(array, "__cuda_array_interface__", None)
     exported = interface.get("stream") if isinstance(interface, dict) else None
-    return 0 if exported is None else stream_handle(exported)
+    return _default_stream if exported is None else functools.partial(stream_handle, exported)
+
+
+def _default_stream() -> int:
+    """The legacy default stream."""
+    return 0
 
 
 def stream_handle(stream: Any) -> int:

@@ -5,7 +5,7 @@ import threading
 from typing import Any, NamedTuple
 
 from . import driver, fast_road, known_calls, native, settings
-from .arrays import current_stream, find_reader, never_readonly, readers, stream_handle, unreported
+from .arrays import find_reader, never_readonly, readers, stream_finder, stream_handle, unreported
 from .compiler import EARLY_LAUNCH_SINCE, loaded_kernel
 from .contract import MAX_BATCH, ROW_ARRAYS, PlanKey, check_store
 from .kernel import StoreSpec, build_kernel
@@ -79,24 +79,21 @@ def store_kvcache(
     --------
     >>> store_kvcache(k, v, k_cache, v_cache, slots)  # doctest: +SKIP
     """
-    handle = current_stream(k_cache) if stream is None else stream_handle(stream)
     name, addresses = name_call(k, v, k_cache, v_cache, indices, num_split, size_limit, skip_index)
     ready = known.get(name)
-    if ready is None:
-        _store_unknown((k, v, k_cache, v_cache, indices), (num_split, size_limit, skip_index), handle, name, addresses)
-        return
-    pushed = driver.push_device(ready.device)
-    try:
-        ready.launch(handle, addresses)
-    finally:
-        if pushed:
-            driver.pop_device()
+    if ready is not None and driver.context_here() == ready.context:
+        ready.launch(ready.current_stream() if stream is None else stream_handle(stream), addresses)
+    else:
+        arrays, options = (k, v, k_cache, v_cache, indices), (num_split, size_limit, skip_index)
+        _store_unknown(arrays, options, stream, name, addresses)
 
 
 def _store_unknown(
-    arrays: tuple[Any, ...], options: tuple[Any, ...], handle: int, name: Name | None, addresses: tuple[int, ...]
+    arrays: tuple[Any, ...], options: tuple[Any, ...], stream: Any, name: Name | None, addresses: tuple[int, ...]
 ) -> None:
-    """The call with every check made; known from now on, if it has a name."""
+    """The call with every check made; known from now on in the context that it was made in, if it has a name."""
+    k_cache = arrays[2]
+    handle = stream_finder(k_cache)() if stream is None else stream_handle(stream)
     views = [
         (readers.get(type(array)) or find_reader(argument, array))(argument, array, handle)
         for argument, array in zip((*ROW_ARRAYS, "indices"), arrays, strict=True)
@@ -114,11 +111,12 @@ def _store_unknown(
     try:
         what = (_plans.get(key) or _make_plan(key)).launch(batch)
         launch(what, handle, arguments)
+        if name is not None and arguments[: len(arrays)] == addresses:
+            rest = arguments[len(arrays) :]
+            remember_call(name, ReadyLaunch(driver.context_here(), stream_finder(k_cache), what, rest))
     finally:
         if pushed:
             driver.pop_device()
-    if name is not None and arguments[: len(arrays)] == addresses:
-        remember_call(name, ReadyLaunch(key.device, what, arguments[len(arrays) :]))
     if unreported:
         _report_types()
 

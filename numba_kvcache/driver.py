@@ -14,6 +14,7 @@ from cuda.bindings import driver as cu
 __all__ = [
     "check",
     "compute_capability",
+    "context_here",
     "current_context",
     "current_device",
     "device_count",
@@ -166,6 +167,13 @@ def device_name(device: int) -> str:
 def driver_version() -> str:
     """The CUDA version that the driver serves, e.g. "13.0"."""
     return _dotted(int(check(cu.cuDriverGetVersion())))
+
+
+context_here = cu.cuCtxGetCurrent
+"""What the driver says of the calling thread's context: equal to what it said before if it is the same one.
+
+In two thirds of the time of asking for the device, as push_device does.
+"""
 
 
 def current_context() -> int:

@@ -46,9 +46,8 @@ def name_call(
     skip_index: Any,
 ) -> tuple[Name | None, tuple[int, ...]]:
     """The name of this call, None where it has none, and the addresses of its arrays."""
-    kind = type(k_cache)
-    read = _readers.get(kind)
-    if read is None or not (type(k) is kind and type(v) is kind and type(v_cache) is kind and type(indices) is kind):
+    read = _readers.get(type(k_cache))
+    if read is None:
         return _UNNAMED
     # 0, False, 0.0 and NumPy's zeros are equal, and not alike.
     if not (
@@ -64,14 +63,17 @@ def name_call(
     k_at, v_at, k_cache_at, v_cache_at, indices_at = addresses
     if not (k_at and v_at and k_cache_at and v_cache_at and indices_at):
         return _UNNAMED
-    alignment = (k_at | k_cache_at) & 15, (v_at | v_cache_at) & 15, indices_at & 7
-    return (facts, num_split, size_limit, skip_index, alignment), addresses
+    k_alignment, v_alignment = (k_at | k_cache_at) & 15, (v_at | v_cache_at) & 15
+    return (facts, num_split, size_limit, skip_index, k_alignment, v_alignment, indices_at & 7), addresses
 
 
 _UNNAMED: tuple[None, tuple[int, ...]] = None, ()
 
 Reader = Callable[[Any, Any, Any, Any, Any], tuple[tuple[Any, ...], tuple[int, ...]] | None]
-"""(k, v, k_cache, v_cache, indices), all of one type -> (all that arrays.py reads of them, addresses); or None."""
+"""(k, v, k_cache, v_cache, indices) -> (all that arrays.py reads of them, addresses); None if they are not of one type.
+
+k_cache is of the reader's type, the others may be anything.
+"""
 
 _readers: dict[type, Reader] = {}
 """By exact type: a subclass may answer otherwise, or have its own reasons to be refused."""
@@ -124,11 +126,11 @@ def _guarded_reader(tensor_guards: Any) -> Reader:
         # here: two calls whose tensors pass the same one are alike.
         try:
             addresses = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), indices.data_ptr()
+            # Nested tensors have an address, but no strides: asked for them, a guard ends the process.
+            if k.is_nested or v.is_nested or k_cache.is_nested or v_cache.is_nested or indices.is_nested:
+                return None
             shape = k.shape
-        except RuntimeError:  # as in _read_torch
-            return None
-        # Nested tensors have an address, but no strides: asked for them, a guard ends the process.
-        if k.is_nested or v.is_nested or k_cache.is_nested or v_cache.is_nested or indices.is_nested:
+        except Exception:  # of what is no tensor, or one without memory, or of a subclass; guards let none of them pass
             return None
         for passes in guards.get(shape, ()):
             if passes(k, v, k_cache, v_cache, indices):
@@ -152,7 +154,14 @@ def _guarded_reader(tensor_guards: Any) -> Reader:
 # Written out, one flat tuple: loops, map() and attrgetter over the five take longer than the attributes themselves.
 
 
+def _of_one_type(k: Any, v: Any, k_cache: Any, v_cache: Any, indices: Any) -> bool:
+    kind = type(k_cache)
+    return type(k) is kind and type(v) is kind and type(v_cache) is kind and type(indices) is kind
+
+
 def _read_torch(k: Any, v: Any, k_cache: Any, v_cache: Any, indices: Any) -> Any:
+    if not _of_one_type(k, v, k_cache, v_cache, indices):
+        return None
     if k.dtype.is_complex:  # perhaps lazily conjugated: one more question for each, for what nobody stores
         return None
     try:
@@ -178,6 +187,8 @@ def _numba_reader() -> Reader:
     from numba.cuda.cudadrv.driver import OwnedPointer
 
     def read(k: Any, v: Any, k_cache: Any, v_cache: Any, indices: Any) -> Any:
+        if not _of_one_type(k, v, k_cache, v_cache, indices):
+            return None
         k_memory, v_memory, k_cache_memory, v_cache_memory, indices_memory = (
             k.gpu_data, v.gpu_data, k_cache.gpu_data, v_cache.gpu_data, indices.gpu_data
         )  # fmt: skip
@@ -220,6 +231,8 @@ def _common_device(addresses: tuple[int, ...]) -> int | None:
 
 
 def _read_cupy(k: Any, v: Any, k_cache: Any, v_cache: Any, indices: Any) -> Any:
+    if not _of_one_type(k, v, k_cache, v_cache, indices):
+        return None
     k_memory, v_memory, k_cache_memory, v_cache_memory, indices_memory = (
         k.data, v.data, k_cache.data, v_cache.data, indices.data
     )  # fmt: skip

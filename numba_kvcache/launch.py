@@ -111,14 +111,18 @@ class ReadyLaunch:
 
     _packing = _Packing(StoreSpec.parameters)
 
-    def __init__(self, device: int, what: Launch, rest: tuple[int, ...]) -> None:
-        """`rest` are the arguments after the addresses; `device` is for the caller, who makes it current."""
-        self.device, self._what, self._rest = device, what, rest
+    def __init__(self, context: Any, current_stream: Callable[[], int], what: Launch, rest: tuple[int, ...]) -> None:
+        """`rest` are the arguments after the addresses.
+
+        `context` (as driver.context_here says it) and `current_stream` are for the caller, who sees to both.
+        """
+        self.context, self.current_stream, self._what, self._rest = context, current_stream, what, rest
+        self._launch_kernel = _launch_kernel()
         self._attributes, self._count = (EARLY_LAUNCH, 1) if what.early_launch else (0, 0)
         self._free: list[tuple[ctypes.Array[ctypes.c_char], tuple[Any, ...]]] = []
 
     def launch(self, stream: int, addresses: tuple[int, ...]) -> None:
-        """Launch on `stream` of the current device, with the five arrays at these addresses."""
+        """Launch on `stream` of the current context, with the five arrays at these addresses."""
         k, v, k_cache, v_cache, indices = addresses  # packed one by one in two thirds of the time of a starred tuple
         try:
             call = self._free.pop()
@@ -126,7 +130,7 @@ class ReadyLaunch:
             call = self._new_call()
         memory, arguments = call
         _VARYING.pack_into(memory, _VARYING_AT, stream, self._attributes, self._count, k, v, k_cache, v_cache, indices)
-        status = _launch_kernel()(*arguments)
+        status = self._launch_kernel(*arguments)
         self._free.append(call)
         if status:
             raise _failed(status)

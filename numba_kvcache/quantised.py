@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from . import driver
-from .arrays import ArrayFacts, ArrayView, current_stream, read_array, stream_handle
+from .arrays import ArrayFacts, ArrayView, read_array, stream_finder, stream_handle
 from .compiler import loaded_kernel
 from .contract import (
     ROW_ARRAYS,
@@ -100,7 +100,7 @@ def store_kvcache_fp8(
     --------
     >>> store_kvcache_fp8(k, v, k_cache, v_cache, slots, 0.5, layer.v_scale, dtype="e4m3")  # doctest: +SKIP
     """
-    handle = current_stream(k_cache) if stream is None else stream_handle(stream)
+    handle = stream_finder(k_cache)() if stream is None else stream_handle(stream)
     request = check_quantised_store(
         read_array("k", k, handle),
         read_array("v", v, handle),

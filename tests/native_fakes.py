@@ -335,7 +335,7 @@ def install():
     driver.device_count = lambda: 2
     driver.initialise = lambda: None
     driver.current_device = lambda: CONTEXTS.index(int(control[CONTEXT]))
-    driver.current_context = lambda: int(control[CONTEXT])
+    driver.current_context = driver.context_here = lambda: int(control[CONTEXT])
     driver.compute_capability = lambda device: (9, 0)
     driver.sm_count = lambda device: 16  # few: small batches then meet more than one band
     driver.kernel_function = lambda kernel: kernel + 1_000_000

@@ -28,7 +28,7 @@ from support import (
 )
 
 from numba_kvcache import arrays, store_kvcache
-from numba_kvcache.arrays import SIMULATED_DEVICE, ArrayView, array_facts, current_stream, read_array, stream_handle
+from numba_kvcache.arrays import SIMULATED_DEVICE, ArrayView, array_facts, read_array, stream_finder, stream_handle
 from numba_kvcache.settings import SIMULATED
 
 # The device that a view says it is on; DLPack names its own.
@@ -351,11 +351,11 @@ def test_negative_stream():
     ("entries", "handle"), [({}, 0), ({"stream": None}, 0), ({"stream": 1}, 1), ({"stream": 55}, 55)]
 )
 def test_the_exported_stream(entries, handle):
-    assert current_stream(InterfaceArray(0x1000, (4, 4), "<f4", **entries)) == handle
+    assert stream_finder(InterfaceArray(0x1000, (4, 4), "<f4", **entries))() == handle
 
 
 def test_no_stream_at_all():
-    assert current_stream(object()) == 0
+    assert stream_finder(object())() == 0
 
 
 # Whole calls through the stubs: each must give the bytes that the plain loop gives (REPORTS 13).
@@ -494,13 +494,13 @@ def test_an_array_without_the_interface_that_others_of_its_type_have():
 @pytest.mark.parametrize("interface", [5, None, {}])
 def test_the_stream_of_a_malformed_interface(interface):
     """Reading the array explains."""
-    assert current_stream(Interface(interface)) == 0
+    assert stream_finder(Interface(interface))() == 0
 
 
 @pytest.mark.parametrize(("stream", "error"), [(-1, ValueError), (2**64, ValueError), ("1", TypeError)])
 def test_an_exported_stream_is_checked_as_a_given_one(stream, error):
     with pytest.raises(error, match="stream must be a"):
-        current_stream(Interface({"stream": stream}))
+        stream_finder(Interface({"stream": stream}))()
 
 
 @needs_simulator

@@ -35,6 +35,17 @@ class Launched(list):
 
     status, gpus = 0, 2
     ready = 0  # how many of these were made by known calls
+    device = 0  # the current one, whose context is 0x1000 and itself
+
+    def push_device(self, device):
+        self.before, self.device = self.device, device
+        return self.before != device
+
+    def pop_device(self):
+        self.device = self.before
+
+    def current_context(self):
+        return 0x1000 + self.device
 
     def kernel(self, config, kernel, pointers, extra):
         # What byref refers to is the block: CUlaunchConfig, 13 parameters.
@@ -52,15 +63,13 @@ def launched(monkeypatch):
         assert address
         return None if address >> 45 else address >> 44
 
-    def push(device):
-        seen.device = device
-        return False
-
-    monkeypatch.setattr(launch, "_launch_kernel", lambda: seen.kernel)
+    monkeypatch.setattr(launch, "_launch_kernel", lambda: lambda *arguments: seen.kernel(*arguments))
     for name, value in {
-        "push_device": push,
-        "current_device": lambda: 0,
-        "current_context": lambda: 0x1000,
+        "push_device": seen.push_device,
+        "pop_device": seen.pop_device,
+        "current_device": lambda: seen.device,
+        "current_context": seen.current_context,
+        "context_here": lambda: (0, seen.current_context()),
         "compute_capability": lambda device: (9, 0),
         "sm_count": lambda device: 132,
         "kernel_function": lambda kernel: kernel,
@@ -373,6 +382,20 @@ def test_every_tensor_is_looked_at(launched, at, change):
     assert launched.ready == 0
 
 
+@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize(
+    "foreign", [None, 1, "abc", [1.0], np.zeros((B, WIDTH), np.float16), object(), dict],
+    ids=lambda foreign: type(foreign).__name__,
+)  # fmt: skip
+def test_what_is_no_array_is_refused_by_name(launched, make, at, foreign):
+    given = make()
+    make_known(launched, given)
+    given[at] = foreign
+    with pytest.raises(TypeError, match=f"^{('k', 'v', 'k_cache', 'v_cache', 'indices')[at]} must be an array"):
+        store_kvcache(*given, stream=STREAM)
+    assert not launched
+
+
 @of_torch
 def test_what_a_known_call_knows_keeps_no_tensor(launched):
     given = torch_arrays()
@@ -504,6 +527,7 @@ def test_memory_that_numba_did_not_allocate_is_asked_about(launched, at):
 def cupy(monkeypatch):
     module = types.ModuleType("cupy")
     module.ndarray = CupyArray
+    module.cuda = types.SimpleNamespace(get_current_stream=lambda device: types.SimpleNamespace(ptr=0x9000 + device))
     monkeypatch.setitem(sys.modules, "cupy", module)
 
 
@@ -545,11 +569,12 @@ def test_addresses_that_must_be_refused(launched, at, address, verdict):
 
 
 def test_the_device_is_that_of_the_arrays(launched):
-    for _ in range(3):
+    """And calls are known where the context that they were first made in is current."""
+    for launched.device in (0, 0, 0, 1, 1):
         for device in (0, 1):
             store_kvcache(*numba_arrays(base=device << 44), stream=STREAM)
-    assert [device for device, *_ in launched] == [0, 1] * 3
-    assert launched.ready == 3  # of six, the types are new in the first, and the names in the next two
+    assert [device for device, *_ in launched] == [0, 1] * 5
+    assert launched.ready == 1 + 2  # device 0's third call, and device 1's last two
 
 
 def test_the_kernel_follows_the_alignment(launched):
@@ -631,7 +656,7 @@ def test_a_launch_within_a_launch_has_memory_of_its_own(launched, monkeypatch, m
             store_kvcache(*inner, stream=STREAM + 1)
         return kernel(*arguments)
 
-    monkeypatch.setattr(launch, "_launch_kernel", lambda: with_finaliser)
+    launched.kernel = with_finaliser
     store_kvcache(*outer, stream=STREAM)
     assert [(stream, parameters[:5]) for _, _, _, stream, parameters in launched] == [
         (STREAM + 1, addresses(inner)), (STREAM, addresses(outer)),
