@@ -92,8 +92,8 @@ def _store_unknown(
     arrays: tuple[Any, ...], options: tuple[Any, ...], stream: Any, name: Name | None, addresses: tuple[int, ...]
 ) -> None:
     """The call with every check made; known from now on in the context that it was made in, if it has a name."""
-    k_cache = arrays[2]
-    handle = stream_finder(k_cache)() if stream is None else stream_handle(stream)
+    find_stream = stream_finder(arrays[2])
+    handle = find_stream() if stream is None else stream_handle(stream)
     views = [
         (readers.get(type(array)) or find_reader(argument, array))(argument, array, handle)
         for argument, array in zip((*ROW_ARRAYS, "indices"), arrays, strict=True)
@@ -112,8 +112,8 @@ def _store_unknown(
         what = (_plans.get(key) or _make_plan(key)).launch(batch)
         launch(what, handle, arguments)
         if name is not None and arguments[: len(arrays)] == addresses:
-            rest = arguments[len(arrays) :]
-            remember_call(name, ReadyLaunch(driver.context_here(), stream_finder(k_cache), what, rest))
+            ready = ReadyLaunch(driver.context_here(), find_stream, what, arguments[len(arrays) :])
+            remember_call(name, ready, arrays)
     finally:
         if pushed:
             driver.pop_device()

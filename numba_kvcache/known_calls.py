@@ -15,6 +15,7 @@ from typing import Any
 
 from . import driver
 from .launch import ReadyLaunch
+from .torch_guards import TorchGuards, find_guards
 
 __all__ = ["Name", "known", "name_call", "remember_call", "remember_type"]
 
@@ -28,11 +29,16 @@ known: dict[Name | None, ReadyLaunch] = {}
 MAX_KNOWN = 1024
 
 
-def remember_call(name: Name, ready: ReadyLaunch) -> None:
-    """Let calls of this name launch `ready` from now on."""
+def remember_call(name: Name, ready: ReadyLaunch, arrays: tuple[Any, ...]) -> None:
+    """Let calls of this name launch `ready` from now on; `arrays` are those of the call that had it."""
     if len(known) >= MAX_KNOWN:
         known.clear()
     known[name] = ready
+    facts, *options = name
+    if _torch_guards is not None and _readers[type(arrays[0])] == _torch_guards.read and type(facts) is tuple:
+        guard = _torch_guards.add(facts, arrays)
+        if guard is not None:
+            known[(guard, *options)] = ready
 
 
 def name_call(
@@ -69,10 +75,11 @@ def name_call(
 
 _UNNAMED: tuple[None, tuple[int, ...]] = None, ()
 
-Reader = Callable[[Any, Any, Any, Any, Any], tuple[tuple[Any, ...], tuple[int, ...]] | None]
-"""(k, v, k_cache, v_cache, indices) -> (all that arrays.py reads of them, addresses); None if they are not of one type.
+Reader = Callable[[Any, Any, Any, Any, Any], tuple[Any, tuple[int, ...]] | None]
+"""(k, v, k_cache, v_cache, indices) -> (all that arrays.py reads of them, or what stands for it; addresses).
 
-k_cache is of the reader's type, the others may be anything.
+None if they are not of one type, or the whole road must look at them. k_cache is of the reader's type, the others may
+be anything.
 """
 
 _readers: dict[type, Reader] = {}
@@ -81,74 +88,20 @@ _readers: dict[type, Reader] = {}
 
 def remember_type(kind: type) -> None:
     """Name calls with arrays of exactly this type, if it is one of those whose arrays can be read all at once."""
+    global _torch_guards
     from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and kind is torch.Tensor:
-        _readers[kind] = _torch_reader()
+        _torch_guards = find_guards(_read_torch, most=MAX_KNOWN)
+        _readers[kind] = _read_torch if _torch_guards is None else _torch_guards.read
     elif kind is DeviceNDArray:
         _readers[kind] = _numba_reader()
     elif cupy is not None and kind is cupy.ndarray:
         _readers[kind] = _read_cupy
 
 
-def _torch_reader() -> Reader:
-    """By torch's own guards where it has them, which takes half of the time."""
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        return _guarded_reader(TensorGuards) if _tells_apart(TensorGuards) else _read_torch
-    except Exception:  # whatever became of a class that is none of torch's public names
-        return _read_torch
-
-
-def _tells_apart(tensor_guards: Any) -> bool:
-    """Whether its guards know a tensor again, and do not take for it what has other strides, or is lazily negated."""
-    import torch
-
-    tensor = torch.empty(2, 2, device="cpu")
-    passes = tensor_guards(tensor, dynamic_dims_sizes=[[2, 2]], dynamic_dims_strides=[[2, 1]]).check
-    return passes(tensor) and not passes(tensor.T) and not passes(torch._neg_view(tensor))
-
-
-guards: dict[Any, list[Callable[..., bool]]] = {}
-"""What torch tensors of former calls looked like, by the shape of k: most often one guard, found by one question."""
-
-# Of calls that are alike in k's shape, as those of two models in one process can be. Past this many, the first is
-# forgotten.
-MAX_GUARDS = 8
-
-
-def _guarded_reader(tensor_guards: Any) -> Reader:
-    def read(k: Any, v: Any, k_cache: Any, v_cache: Any, indices: Any) -> Any:
-        # A guard holds all that _read_torch reads of five tensors (negation is a bit of their dispatch keys) against
-        # five others in one C++ call: 0.3 us, where reading and looking up the facts takes 2.1. So guards are the facts
-        # here: two calls whose tensors pass the same one are alike.
-        try:
-            addresses = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), indices.data_ptr()
-            # Nested tensors have an address, but no strides: asked for them, a guard ends the process.
-            if k.is_nested or v.is_nested or k_cache.is_nested or v_cache.is_nested or indices.is_nested:
-                return None
-            shape = k.shape
-        except Exception:  # of what is no tensor, or one without memory, or of a subclass; guards let none of them pass
-            return None
-        for passes in guards.get(shape, ()):
-            if passes(k, v, k_cache, v_cache, indices):
-                return passes, addresses
-        arrays = k, v, k_cache, v_cache, indices
-        if _read_torch(*arrays) is None:
-            return None
-        passes = tensor_guards(
-            *arrays,
-            dynamic_dims_sizes=[list(array.shape) for array in arrays],
-            dynamic_dims_strides=[list(array.stride()) for array in arrays],
-        ).check
-        if len(guards) >= MAX_KNOWN:
-            guards.clear()
-        guards[shape] = [*guards.get(shape, ()), passes][-MAX_GUARDS:]
-        return passes, addresses
-
-    return read
+_torch_guards: TorchGuards | None = None
 
 
 # Written out, one flat tuple: loops, map() and attrgetter over the five take longer than the attributes themselves.

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support import needs_compiler, optional, without_fast_road
 
-from numba_kvcache import arrays, dispatch, driver, fast_road, known_calls, launch
+from numba_kvcache import arrays, dispatch, driver, fast_road, known_calls, launch, torch_guards
 
 pytestmark = needs_compiler
 
@@ -88,7 +88,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(dispatch, "readers", arrays.readers)
     arrays.unreported.clear()
     known_calls.known.clear()
-    known_calls.guards.clear()
+    monkeypatch.setattr(known_calls, "_torch_guards", None)
     facts_of = arrays._torch_facts.__wrapped__
     of_gpu = {"cpu": Device("cuda", 0)}
     monkeypatch.setattr(
@@ -105,18 +105,19 @@ def launched(monkeypatch):
     monkeypatch.setattr(launch.ReadyLaunch, "launch", counted)
     yield seen
     known_calls.known.clear()
-    known_calls.guards.clear()
     arrays.unreported.clear()
+
+
+def find_guards():
+    return torch_guards.find_guards(known_calls._read_torch, known_calls.MAX_KNOWN)
 
 
 def read_torch_by(how, monkeypatch):
     torch = optional("torch")
-    reader = known_calls._torch_reader()
     if how == "attributes":
-        reader = known_calls._read_torch
-    elif reader is known_calls._read_torch:
+        monkeypatch.setattr(known_calls, "find_guards", lambda *arguments, **options: None)
+    elif find_guards() is None:
         pytest.skip(f"torch {torch.__version__} has no guards that serve")
-    monkeypatch.setattr(known_calls, "_torch_reader", lambda: reader)
 
 
 @pytest.fixture(params=["guards", "attributes"])
@@ -423,17 +424,38 @@ def test_calls_are_known_in_every_mode_of_autograd(launched):
 @of_torch
 def test_many_calls_alike_in_the_shape_of_k(launched):
     torch = optional("torch")
-    calls = []
-    for slots in range(5, 5 + 3 * known_calls.MAX_GUARDS):
+    most, calls = torch_guards.MAX_ALIKE, []
+    for slots in range(5, 5 + 3 * most):
         given = torch_arrays()
         given[2] = torch.zeros(slots, WIDTH, dtype=torch.bfloat16)
         calls.append((slots, given))
-    for slots, given in calls * 2:
+    for _, given in calls:
         make_known(launched, given)
+    for slots, given in calls * 2:
+        launched.clear()
         store_kvcache(*given, stream=STREAM)
         assert [parameters[11] for *_, parameters in launched] == [slots]
-        assert launched.ready == 1
-        assert max(map(len, known_calls.guards.values()), default=0) <= known_calls.MAX_GUARDS
+    assert launched.ready == 2 * len(calls)
+    if known_calls._torch_guards is not None:
+        assert [len(alike) for alike in known_calls._torch_guards.by_shape.values()] == [most]
+
+
+def alike(given, first, second):
+    given[second] = given[first]
+    return given
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (2, 3)])
+@of_torch
+def test_one_array_in_two_places(launched, first, second):
+    """No guard lets them pass, so none is kept, and they are known by their facts."""
+    twice, usual = alike(torch_arrays(), first, second), torch_arrays()
+    make_known(launched, twice)
+    assert known_calls._torch_guards is None or not known_calls._torch_guards.by_shape
+    for given in (twice, usual) * 20:
+        store_kvcache(*given, stream=STREAM)
+    assert launched.ready == len(launched) == 40
+    assert [parameters[:5] for *_, parameters in launched] == [addresses(twice), addresses(usual)] * 20
 
 
 class Passes:
@@ -455,7 +477,40 @@ def test_where_torch_has_no_such_guards_attributes_are_read(monkeypatch, become)
         monkeypatch.delattr(guards, "TensorGuards")
     else:
         monkeypatch.setattr(guards, "TensorGuards", Passes if become == "blind" else lambda tensors: None)
-    assert known_calls._torch_reader() is known_calls._read_torch
+    assert find_guards() is None
+
+
+def test_where_new_tensors_are_others_attributes_are_read():
+    """As under a mode that wraps what operations return: a guard may not be asked about those."""
+    torch = optional("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Wrapping(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {})).as_subclass(Tall)
+
+    class Tall(torch.Tensor):
+        pass
+
+    with Wrapping():
+        assert find_guards() is None
+
+
+class ListShaped:
+    """What torch tensors answer to, but for its shape, which cannot be looked up."""
+
+    shape, is_nested = [B, WIDTH], False
+
+    def data_ptr(self):
+        return 0x10000
+
+
+def test_what_only_looks_like_a_tensor(launched, make):
+    given = make()
+    make_known(launched, given)
+    with pytest.raises(TypeError, match="k must be an array"):
+        store_kvcache(ListShaped(), *given[1:], stream=STREAM)
+    assert not launched
 
 
 @of_torch
@@ -551,6 +606,44 @@ def test_cupy_arrays(launched, at):
     assert not launched
 
 
+@of_torch
+def test_arrays_that_change_during_the_launch_are_not_known_as_what_they_became(launched):
+    given, fewer, kernel = torch_arrays(), torch_arrays(batch=2), launched.kernel
+    store_kvcache(*given, stream=STREAM)  # tells of the type
+
+    def meanwhile(*arguments):
+        for array, other in zip(given, fewer, strict=True):
+            array.set_(other)
+        return kernel(*arguments)
+
+    launched.kernel = meanwhile
+    store_kvcache(*given, stream=STREAM)
+    launched.kernel = kernel
+    for _ in range(3):
+        store_kvcache(*torch_arrays(batch=2), stream=STREAM)
+    assert [parameters[10] for *_, parameters in launched] == [B, B, 2, 2, 2]
+
+
+@pytest.mark.usefixtures("cupy")
+def test_an_array_that_changes_during_the_launch_names_no_stream_for_others(launched):
+    """The launch lets other threads run."""
+    given = numba_arrays(kind=CupyArray)
+    store_kvcache(*given)
+    kernel = launched.kernel
+
+    def meanwhile(*arguments):
+        given[2].data.device_id = 1
+        return kernel(*arguments)
+
+    launched.kernel = meanwhile
+    store_kvcache(*given)
+    launched.kernel = kernel
+    given[2].data.device_id = 0
+    store_kvcache(*given)
+    assert launched.ready == 1
+    assert [stream for _, _, _, stream, _ in launched] == [0x9000] * 3
+
+
 @pytest.mark.parametrize("at", range(5))
 @pytest.mark.parametrize(
     ("address", "verdict"),
@@ -623,7 +716,7 @@ def test_how_much_is_remembered_is_bounded(launched, monkeypatch, make):
         for _ in range(2):
             store_kvcache(*make(batch), stream=STREAM)
         assert len(known_calls.known) <= 10
-        assert len(known_calls.guards) <= 10
+        assert known_calls._torch_guards is None or len(known_calls._torch_guards.by_shape) <= 10
     assert [parameters[10] for *_, parameters in launched] == [batch for batch in range(1, 60) for _ in range(2)]
     assert launched.ready >= 50
 
