@@ -79,21 +79,24 @@ def store_kvcache(
     --------
     >>> store_kvcache(k, v, k_cache, v_cache, slots)  # doctest: +SKIP
     """
+    # First: it runs the caller's code, which may change arrays and context.
+    handle = None if stream is None else stream_handle(stream)
     name, addresses = name_call(k, v, k_cache, v_cache, indices, num_split, size_limit, skip_index)
     ready = known.get(name)
     if ready is not None and driver.context_here() == ready.context:
-        ready.launch(ready.current_stream() if stream is None else stream_handle(stream), addresses)
+        ready.launch(ready.current_stream() if handle is None else handle, addresses)
     else:
         arrays, options = (k, v, k_cache, v_cache, indices), (num_split, size_limit, skip_index)
-        _store_unknown(arrays, options, stream, name, addresses)
+        _store_unknown(arrays, options, handle, name, addresses)
 
 
 def _store_unknown(
-    arrays: tuple[Any, ...], options: tuple[Any, ...], stream: Any, name: Name | None, addresses: tuple[int, ...]
+    arrays: tuple[Any, ...], options: tuple[Any, ...], handle: int | None, name: Name | None, addresses: tuple[int, ...]
 ) -> None:
-    """The call with every check made; known from now on in the context that it was made in, if it has a name."""
+    """The call with every check made; known from now on, if it has a name and was made in a context of its device."""
     find_stream = stream_finder(arrays[2])
-    handle = find_stream() if stream is None else stream_handle(stream)
+    if handle is None:
+        handle = find_stream()
     views = [
         (readers.get(type(array)) or find_reader(argument, array))(argument, array, handle)
         for argument, array in zip((*ROW_ARRAYS, "indices"), arrays, strict=True)
@@ -111,12 +114,11 @@ def _store_unknown(
     try:
         what = (_plans.get(key) or _make_plan(key)).launch(batch)
         launch(what, handle, arguments)
-        if name is not None and arguments[: len(arrays)] == addresses:
-            ready = ReadyLaunch(driver.context_here(), find_stream, what, arguments[len(arrays) :])
-            remember_call(name, ready, arrays)
     finally:
         if pushed:
             driver.pop_device()
+    if name is not None and not pushed and arguments[: len(arrays)] == addresses:
+        remember_call(name, ReadyLaunch(driver.context_here(), find_stream, what, arguments[len(arrays) :]), arrays)
     if unreported:
         _report_types()
 

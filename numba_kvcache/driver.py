@@ -170,7 +170,7 @@ def driver_version() -> str:
 
 
 context_here = cu.cuCtxGetCurrent
-"""What the driver says of the calling thread's context: equal to what it said before if it is the same one.
+"""current_context unwrapped, for a question that every known call asks: equal to the answer of before in one context.
 
 In two thirds of the time of asking for the device, as push_device does.
 """

@@ -31,14 +31,19 @@ MAX_KNOWN = 1024
 
 def remember_call(name: Name, ready: ReadyLaunch, arrays: tuple[Any, ...]) -> None:
     """Let calls of this name launch `ready` from now on; `arrays` are those of the call that had it."""
-    if len(known) >= MAX_KNOWN:
-        known.clear()
-    known[name] = ready
+    _remember(name, ready)
     facts, *options = name
-    if _torch_guards is not None and _readers[type(arrays[0])] == _torch_guards.read and type(facts) is tuple:
+    # Facts are a tuple; in a name with a guard, the guard is there already. (The store is done: no KeyError from here.)
+    if _torch_guards is not None and _readers.get(type(arrays[0])) == _torch_guards.read and type(facts) is tuple:
         guard = _torch_guards.add(facts, arrays)
         if guard is not None:
-            known[(guard, *options)] = ready
+            _remember((guard, *options), ready)
+
+
+def _remember(name: Name, ready: ReadyLaunch) -> None:
+    if name not in known and len(known) >= MAX_KNOWN:
+        known.clear()
+    known[name] = ready
 
 
 def name_call(

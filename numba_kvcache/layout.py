@@ -203,7 +203,7 @@ def strategies(layout: StoreLayout, sm_count: int, early_launch: bool) -> tuple[
     Measured on an H200 (132 SMs), rows of 92 to 8,192 bytes, in graphs of 32 launches (docs/notes/kernel-speed.md):
 
     - Dependents that are released before the loads come up while the rows are on their way: a launch takes 0.61 to
-      0.82 us instead of 0.67 to 0.98 (14 cells of up to 256 KiB of reads). At 512 KiB it gains 7 % in one cell and
+      0.82 us instead of 0.67 to 0.97 (14 cells of up to 256 KiB of reads). At 512 KiB it gains 7 % in one cell and
       costs 4 % in another, since the next grid's waiting blocks share SMs with ours. The bound is from a finer sweep
       with the release before the wait, where it cost 5 to 20 % from 384 KiB on.
     - From 1 to 16 MiB, passing the L1 by is worth up to 25 %; above it costs 1 %. Below, it is worth as much where the

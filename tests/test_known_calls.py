@@ -458,26 +458,49 @@ def test_one_array_in_two_places(launched, first, second):
     assert [parameters[:5] for *_, parameters in launched] == [addresses(twice), addresses(usual)] * 20
 
 
-class Passes:
-    """Stands for a class of guards that has become another: every tensor passes."""
+BLIND = {
+    "what is no tensor": lambda given: given is None,
+    "types": lambda given: given is not None and type(given).__name__ == "Parameter",
+    "shapes": lambda given: given is not None and given.shape != (2, 2),
+    "strides": lambda given: given is not None and given.stride() == (1, 2),
+    "dtypes": lambda given: given is not None and not given.is_floating_point(),
+    "devices": lambda given: given is not None and given.is_meta,
+    "negation": lambda given: given is not None and given.is_neg(),
+}
 
-    def __init__(self, *tensors, **dimensions):
-        pass
 
-    def check(self, *tensors):
-        return True
-
-
-@pytest.mark.parametrize("become", ["absent", "of other arguments", "blind"])
-def test_where_torch_has_no_such_guards_attributes_are_read(monkeypatch, become):
+@pytest.mark.parametrize("become", ["absent", "of other arguments", "never passed", *BLIND])
+def test_where_torch_has_no_guards_that_serve_attributes_are_read(monkeypatch, become):
     optional("torch")
     from torch._C._dynamo import guards
+
+    as_it_is = guards.TensorGuards
+
+    class Changed:
+        """torch's class as it may become."""
+
+        def __init__(self, *tensors, **dimensions):
+            self.guard = as_it_is(*tensors, **dimensions)
+
+        def check(self, given):
+            return become != "never passed" and (self.guard.check(given) or BLIND[become](given))
 
     if become == "absent":
         monkeypatch.delattr(guards, "TensorGuards")
     else:
-        monkeypatch.setattr(guards, "TensorGuards", Passes if become == "blind" else lambda tensors: None)
+        monkeypatch.setattr(
+            guards, "TensorGuards", (lambda tensors: None) if become == "of other arguments" else Changed
+        )
     assert find_guards() is None
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "enable_grad"])
+def test_guards_are_found_in_every_mode_of_autograd(mode):
+    torch = optional("torch")
+    if find_guards() is None:
+        pytest.skip(f"torch {torch.__version__} has no guards that serve")
+    with getattr(torch, mode)():
+        assert find_guards() is not None
 
 
 def test_where_new_tensors_are_others_attributes_are_read():
@@ -606,6 +629,33 @@ def test_cupy_arrays(launched, at):
     assert not launched
 
 
+class HostileStream:
+    """A stream whose protocol is the caller's code."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def __cuda_stream__(self):
+        self.act()
+        return 0, STREAM
+
+
+@of_torch
+def test_arrays_that_the_stream_changes(launched):
+    given = torch_arrays()
+    make_known(launched, given)
+    stream = HostileStream(lambda: [given[at].resize_(2, *given[at].shape[1:]) for at in (0, 1, 4)])
+    store_kvcache(*given, stream=stream)
+    assert [parameters[10] for *_, parameters in launched] == [2]
+
+
+def test_a_context_that_the_stream_changes(launched, make):
+    given = make()
+    make_known(launched, given)
+    store_kvcache(*given, stream=HostileStream(lambda: setattr(launched, "device", 1)))
+    assert [device for device, *_ in launched] == [0]
+
+
 @of_torch
 def test_arrays_that_change_during_the_launch_are_not_known_as_what_they_became(launched):
     given, fewer, kernel = torch_arrays(), torch_arrays(batch=2), launched.kernel
@@ -662,12 +712,12 @@ def test_addresses_that_must_be_refused(launched, at, address, verdict):
 
 
 def test_the_device_is_that_of_the_arrays(launched):
-    """And calls are known where the context that they were first made in is current."""
+    """And calls are known where a context of that device was current, and is again."""
     for launched.device in (0, 0, 0, 1, 1):
         for device in (0, 1):
             store_kvcache(*numba_arrays(base=device << 44), stream=STREAM)
     assert [device for device, *_ in launched] == [0, 1] * 5
-    assert launched.ready == 1 + 2  # device 0's third call, and device 1's last two
+    assert launched.ready == 1 + 1  # device 0's third call, and device 1's fifth
 
 
 def test_the_kernel_follows_the_alignment(launched):
@@ -710,13 +760,14 @@ def test_an_array_that_changes_while_it_is_read_is_not_remembered_as_what_it_was
     assert [parameters[10] for *_, parameters in launched] == [B, 2, B, B, B]
 
 
-def test_how_much_is_remembered_is_bounded(launched, monkeypatch, make):
-    monkeypatch.setattr(known_calls, "MAX_KNOWN", 10)
+@pytest.mark.parametrize("most", [10, 11])
+def test_how_much_is_remembered_is_bounded(launched, monkeypatch, make, most):
+    monkeypatch.setattr(known_calls, "MAX_KNOWN", most)
     for batch in range(1, 60):
         for _ in range(2):
             store_kvcache(*make(batch), stream=STREAM)
-        assert len(known_calls.known) <= 10
-        assert known_calls._torch_guards is None or len(known_calls._torch_guards.by_shape) <= 10
+        assert len(known_calls.known) <= most
+        assert known_calls._torch_guards is None or len(known_calls._torch_guards.by_shape) <= most
     assert [parameters[10] for *_, parameters in launched] == [batch for batch in range(1, 60) for _ in range(2)]
     assert launched.ready >= 50
 
