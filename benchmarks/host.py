@@ -26,10 +26,11 @@ from .names import DISPATCHER, FLOOR, PROTOTYPE, PYTHON_NUMBA, PYTHON_TORCH, STO
 from .native_loop import Run, launch_loop
 from .peers import Peer
 from .results import HostTime, spread_of
+from .roads import without_fast_road
 from .shapes import Cell
 from .strategy import chosen_strategy
 
-__all__ = ["CELL", "host_times", "interleave", "repeated", "runs_frame_of", "without_fast_road"]
+__all__ = ["CELL", "host_times", "interleave", "repeated", "runs_frame_of"]
 
 # Batch 1 of Llama-3.1-8B: a kernel of a microsecond, so that the GPU is never what a call waits for.
 CELL = Cell(2048, 2048, 1, "decode")
@@ -158,13 +159,6 @@ def _python_road(a: Any) -> tuple[Run, str]:
     return repeated(functools.partial(without_fast_road(store_kvcache), a.k, a.v, a.k_cache, a.v_cache, a.indices)), (
         ON_PURPOSE
     )
-
-
-def without_fast_road(f: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a function: it has the vectorcall that CPython gives every function."""
-    copy = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
-    copy.__kwdefaults__ = f.__kwdefaults__
-    return copy
 
 
 def _road(run: Run, way: str) -> str:

@@ -1,7 +1,7 @@
 """Launch the kernel yourself, as Numba users launch theirs. Runs on a GPU and on Numba's simulator.
 
-Nothing is checked on this road, and Numba's launch costs ten times the host time of store_kvcache's: it is for reading,
-for experiments, and for kernels built upon this one.
+Nothing is checked on this road, and Numba's launch costs eight times the host time of store_kvcache's and more: it is
+for reading, for experiments, and for kernels built upon this one.
 
     python examples/raw_kernel.py
     NUMBA_ENABLE_CUDASIM=1 python examples/raw_kernel.py

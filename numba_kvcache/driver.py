@@ -76,7 +76,8 @@ def initialise() -> None:
 
 
 _NO_DRIVER = (
-    "A GPU needs NVIDIA's driver 525 or newer, and must be visible to this process (nvidia-smi, CUDA_VISIBLE_DEVICES). "
+    "A GPU needs NVIDIA's driver 525 or newer (580 with the extra cu13), and must be visible to this process "
+    "(nvidia-smi, CUDA_VISIBLE_DEVICES). "
     "To run without one, set NUMBA_ENABLE_CUDASIM=1 before Numba is imported."
 )
 _FORKED = (

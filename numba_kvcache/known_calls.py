@@ -6,7 +6,8 @@ name proves every check but that the arrays have memory, which is asked anew. Wh
 where everything that can be wrong is named: arrays of several or of other types, tensors that are lazily negated or
 without memory, integers that are not plain.
 
-Decoding makes the same call over and over: it costs a third of what the whole road does.
+Decoding makes the same call over and over. Without the driver's own time it costs a quarter of what the whole road does
+with torch tensors, a sixth with Numba arrays.
 """
 
 import sys

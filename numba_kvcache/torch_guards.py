@@ -1,7 +1,7 @@
 """torch's own guards, by which its compiler knows tensors again, in the place of their facts (known_calls.py).
 
-A guard is held against five tensors in one C++ call of 0.3 us: with it a call is named and found in 1.2 us, by facts in
-2.4. It covers all of these facts, negation too, which is a bit of a tensor's dispatch keys. The class is not among
+A guard is held against five tensors in one C++ call of 0.3 us: with it a call is named and found in 1.5 us, by facts in
+2.7. It covers all of these facts, negation too, which is a bit of a tensor's dispatch keys. The class is not among
 torch's public names (2.5, 2.11 and 2.12 have it), so it is tried before it is used, and where it does not serve, facts
 do.
 
@@ -9,15 +9,15 @@ Guards are made for calls that were launched, and for each once; what has no gua
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .known_calls import Reader
 
 __all__ = ["TorchGuards", "find_guards"]
 
 Guard = Callable[..., bool]
 """(k, v, k_cache, v_cache, indices) -> whether they are what they were when it was made, but for their addresses."""
-
-ReadFacts = Callable[[Any, Any, Any, Any, Any], tuple[Any, tuple[int, ...]] | None]
-"""known_calls.Reader."""
 
 # Of calls that are alike in k's shape, as those of two models in one process can be. Past this many the first loses its
 # guard.
@@ -27,7 +27,7 @@ MAX_ALIKE = 8
 class TorchGuards:
     """The guards of calls with torch tensors."""
 
-    def __init__(self, tensor_guards: Any, read_facts: ReadFacts, most: int) -> None:
+    def __init__(self, tensor_guards: Any, read_facts: "Reader", most: int) -> None:
         """`tensor_guards` is torch's class. Past `most` shapes all are forgotten."""
         self._tensor_guards, self._read_facts, self._most = tensor_guards, read_facts, most
         self.by_shape: dict[Any, list[Guard]] = {}
@@ -66,7 +66,7 @@ class TorchGuards:
         return passes
 
 
-def find_guards(read_facts: ReadFacts, most: int) -> TorchGuards | None:
+def find_guards(read_facts: "Reader", most: int) -> TorchGuards | None:
     """None where torch has no such class, or one that does not tell tensors apart."""
     import torch
 

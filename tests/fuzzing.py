@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
-from support import GUARD, ON_GPU, SIMULATED, InterfaceArray, Memory, Rows, expect_store, synchronize, without_fast_road
+from support import GUARD, ON_GPU, SIMULATED, InterfaceArray, Memory, Rows, expect_store, synchronize
 
+from benchmarks.roads import without_fast_road
 from numba_kvcache import store_kvcache
 
 SEED = int(os.environ.get("NUMBA_KVCACHE_FUZZ_SEED") or random.SystemRandom().randrange(2**32))

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cfunc, types
-from support import without_fast_road
 
+from benchmarks.roads import without_fast_road
 from numba_kvcache import arrays, dispatch, driver, fast_road, known_calls, layout, native
 from numba_kvcache.native import load, load32, store, store32
 

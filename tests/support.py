@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -223,10 +222,3 @@ def interface_of(rows, typestr="|u1", **entries):
     entries.setdefault("strides", (rows.pitch, itemsize))
     address = rows.memory.address(rows.start)
     return InterfaceArray(address, (rows.count, rows.row_bytes // itemsize), typestr, **entries)
-
-
-def without_fast_road(function):
-    """A copy of a function with the vectorcall that CPython gives every function, whatever has been done to its own."""
-    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy

@@ -588,7 +588,8 @@ def test_rows_are_timed_in_turns():
 
 @needs_compiler
 def test_the_python_road_can_be_called_alone_and_seen():
-    from benchmarks.host import repeated, runs_frame_of, without_fast_road
+    from benchmarks.host import repeated, runs_frame_of
+    from benchmarks.roads import without_fast_road
 
     def store(a, b=2, *, c=3):
         return store_results.append((a, b, c))

@@ -11,9 +11,10 @@ import threading
 import numpy as np
 import pytest
 from numba import cuda
-from support import SIMULATED, expect_store, index_array, make_rows, needs_gpu, optional, without_fast_road
+from support import SIMULATED, expect_store, index_array, make_rows, needs_gpu, optional
 from test_gpu import Chain, captured, gpu_view, non_blocking_stream, replay_and_check, small_grids
 
+from benchmarks.roads import without_fast_road
 from numba_kvcache import compiler, dispatch, driver, fast_road, known_calls, native, store_kvcache, warmup
 
 if not SIMULATED:

@@ -10,8 +10,9 @@ import types
 from itertools import product
 
 import pytest
-from support import ON_GPU, TESTS, needs_gpu, needs_kernels, without_fast_road
+from support import ON_GPU, TESTS, needs_gpu, needs_kernels
 
+from benchmarks.roads import without_fast_road
 from numba_kvcache import fast_road, native, store_kvcache, warmup
 
 torch = pytest.importorskip("torch", reason="torch is optional and not installed")
